@@ -11,28 +11,29 @@
 #
 # ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
 #
-# The same model in the same 16 GiB: 4,096 tokens at first, several hundred thousand in the end. In this notebook you write what it takes.
+# The same model in the same 16 GiB takes 4,096 tokens at first and several hundred thousand in the end. In this
+# notebook you write what makes the difference.
 #
 # **After this notebook you can**
 #
-# - show, with a real model and a real text, what a longer context is good for, and what it is not;
-# - turn queries and keys by their positions (RoPE), and tell its two conventions apart before they cost you a week;
-# - say what fills the memory in a training step, part by part, and predict the longest sequence that fits;
-# - move the wall: a loss without all the logits, checkpointing, an MLP in chunks, each with its price;
-# - pack documents into one sequence without letting them see each other;
-# - train, stop, and go on as if nothing had happened; and judge whether FlashAttention changed the training;
+# - show, with a real model and a real text, when a longer context helps and when it does not;
+# - rotate queries and keys by their positions (RoPE), and recognise which of its two conventions a checkpoint uses;
+# - say what fills the memory in a training step, and predict the longest sequence that fits;
+# - fit longer sequences with a loss in chunks, checkpointing and an MLP in chunks, and say what each costs;
+# - pack documents into one sequence so that they do not see each other;
+# - stop a training run and resume it exactly, and judge whether FlashAttention changed the training;
 # - in part two: spread one sequence, or one model, over several devices, and know what that costs.
 #
-# **Time** part one about 70 minutes, its exercises take 47 of them; part two about 156, with exercises of 112
-# (93 of these are further ones, without points). **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train at 8,192
-# tokens, and two processes stand for two devices. Each section is marked *core* or *further (optional)*; the core of both parts fits an
-# afternoon.
+# **Time** part one about 70 minutes, 47 of them for exercises; part two about 156, with exercises of 112 (93 of these
+# are further ones, without points). **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train at 8,192
+# tokens, and two processes stand for two devices. Each section is marked *core* or *further (optional)*; the core of
+# both parts fits an afternoon.
 #
-# **To read beside it**, before or after: the theory chapters [7, Long context](../theory/07-long-context.md), for part one,
-# and [11, Several devices](../theory/11-several-devices.md), for part two. The [glossary](../theory/glossary.md) fixes the words.
+# **Background**: theory chapters [7, Long context](../theory/07-long-context.md), for part one, and [11, Several
+# devices](../theory/11-several-devices.md), for part two. The [glossary](../theory/glossary.md) defines the terms.
 #
-# **How to work.** As before: run the cells in order, write your guesses down, and let the checks tell you which mistake you
-# made.
+# **How to work.** As before: run the cells in order, write your guesses down, and let the checks tell you which mistake
+# you made.
 
 # %%
 import tempfile
@@ -60,10 +61,10 @@ gpu = device.type == "cuda"
 # %% [markdown]
 # ## 3.1 · Why longer?
 #
-# *Core.* FlashAttention made long contexts affordable. But what are they good for? SmolLM2, of notebook 2, reads a file of source code. A
-# passage of 128 tokens from another file stands in it twice, 1,024 tokens apart. How well does the model predict the second
-# occurrence, if it sees the last 256, 896 or 1,024 tokens before it? (*NLL*: nats a token. Guessing blindly among 49,152
-# tokens costs 10.8.)
+# *Core.* FlashAttention made long contexts affordable. What are they good for? SmolLM2, from notebook 2, reads a file
+# of source code that contains a passage of 128 tokens from another file twice, 1,024 tokens apart. How well does the
+# model predict the second occurrence if it sees the last 256, 896 or 1,024 tokens before it? (*NLL*, the negative
+# log-likelihood, is in nats a token. Guessing blindly among 49,152 tokens costs 10.8.)
 #
 # **Predict first**: how many times smaller is the NLL once the window reaches the first occurrence?
 
@@ -84,9 +85,10 @@ checks.compare_prediction("Fall of the NLL", predicted_fall, fall, "times")
 by_window.round(2)
 
 # %% [markdown]
-# Nothing happens for a long time, and then everything: the model *copies*. And without a planted repetition? The same model in
-# three real files, on the 64 tokens after position 4,096, in a recorded run (`python -m benchmarks tasks`). In one of them
-# something returns by itself; can you tell in which, and how far back?
+# The NLL hardly changes until the window reaches the first occurrence; then the model *copies* it. What happens without
+# a planted repetition? The next cell shows the same model in three real files, on the 64 tokens after position 4,096,
+# from a recorded run (`python -m benchmarks tasks`). One of the files contains a repetition. Can you tell which, and
+# how far back?
 
 # %%
 context = load_run("context-cpu")
@@ -104,22 +106,23 @@ plotting.plot_by_window(
 
 
 # %% [markdown]
-# Two files gain almost nothing: code needs mostly what stands near. (configparser has nearly the same method twice, 561 tokens
-# apart: a window of 512 just misses it.) Long contexts pay where something *far away is needed again*: a definition, a name, who
-# said what. Section 3.9 comes back to that, with scores.
+# Two files gain almost nothing: code mostly needs what is near. (configparser has nearly the same method twice, 561
+# tokens apart: a window of 512 just misses it.) Long contexts pay where something *far away is needed again*: a
+# definition, a name, who said what. Section 3.9 measures that.
 #
 # ## 3.2 · A position for every token
 #
-# *Core.* Attention sees a set: without positions, "dog bites man" and "man bites dog" are the same. GPT-2 *learned* a vector for each of
-# 1,024 positions, and has none for the 1,025th. *Rotary position embedding*, RoPE, has no table and no end: it turns each query
-# and each key by angles that grow with the position. A dot product of two turned vectors depends on the angle *between* them
-# only, so a score depends on how far apart two tokens stand.
+# *Core.* Attention sees a set: without positions, "dog bites man" and "man bites dog" are the same. GPT-2 *learned* a
+# vector for each of 1,024 positions, and has none for the 1,025th. *Rotary position embedding*, RoPE, needs no table
+# and has no last position: it rotates each query and each key by angles that grow with the position. The dot product of
+# two rotated vectors depends only on the angle *between* them, so a score depends on how far apart two tokens are.
 
 # %% [markdown]
 # ### Exercise 3-1 · Turn by position
 # ●●○ · 12 minutes · 5 points
 #
-# Pair $i$ of a head, $i = 0 \dots d/2 - 1$ with $d$ = `head_dim`, turns by the angle $t \cdot f_i$ at position $t$, in radians:
+# At position $t$, pair $i$ of a head, $i = 0 \dots d/2 - 1$ with $d$ = `head_dim`, turns by the angle $t \cdot f_i$, in
+# radians:
 #
 # $$f_i = \text{base}^{-2i/d}, \qquad x' = x\cos(t f_i) - y\sin(t f_i), \qquad y' = y\cos(t f_i) + x\sin(t f_i)$$
 #
@@ -129,10 +132,10 @@ plotting.plot_by_window(
 # | `apply_rope(x, cos, sin)` | `x`: `(batch, seqlen, heads, head_dim)`, float32 or bfloat16; `cos`, `sin` as above | a new tensor of `x`'s shape and dtype, computed in float32 |
 # | `pairs_to_halves(weight, heads)` | `weight`: `(heads * head_dim, width)`, a query or key projection made for *neighbours* | a new weight of the same shape, for *halves* |
 #
-# Two conventions say which two numbers of a head are a pair $(x, y)$. With *halves* (Transformers), number $i$ belongs to number
-# $i + d/2$. With *neighbours* (the RoFormer paper, llama2.c), number $2i$ belongs to number $2i + 1$. `apply_rope` works with
-# halves, so a model that was made for neighbours needs its rows moved: in a head of eight, rows `0 1 2 3 4 5 6 7` become
-# `0 2 4 6 1 3 5 7`. That is `pairs_to_halves`.
+# There are two conventions for which two numbers of a head form a pair $(x, y)$. With *halves* (Transformers), number
+# $i$ belongs to number $i + d/2$. With *neighbours* (the RoFormer paper, llama2.c), number $2i$ belongs to number
+# $2i + 1$. `apply_rope` works with halves, so the rows of a model made for neighbours must be reordered: in a head of
+# eight, rows `0 1 2 3 4 5 6 7` become `0 2 4 6 1 3 5 7`. That is `pairs_to_halves`.
 #
 # ![A head of eight numbers. Halves: 0 belongs to 4, 1 to 5, 2 to 6, 3 to 7. Neighbours: 0 belongs to 1, 2 to 3, 4 to 5, 6 to 7. Each pair has a frequency of its own.](../theory/figures/rotary-pairs.png)
 #
@@ -213,9 +216,9 @@ checks.check_rope_conventions(pairs_to_halves, seed=14)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Your functions can drive a real model. Here are SmolLM2's weights in a small decoder of this lab (`labsupport.training.Decoder`: you
-# will train one below). Its method `turn` gets the positions and returns the function that turns queries and keys. We put yours in
-# its place:
+# Your functions can drive a real model. The next cell loads SmolLM2's weights into a small decoder of this lab
+# (`labsupport.training.Decoder`; you train one below). Its method `turn` gets the positions and returns the function
+# that rotates queries and keys. We put yours in its place:
 
 # %%
 own_angles = checks.solution_or_reference(rotary_angles, labs_angles, checks.check_rope_angles)
@@ -247,8 +250,8 @@ print(f"NLL of SmolLM2: with the lab's RoPE {labs:.4f}, with yours {right:.4f}")
 assert abs(right - labs) < 1e-3
 
 # %% [markdown]
-# Both conventions are in use. What if the weights of one meet the code of the other? The shapes fit, nothing is NaN. First we move
-# SmolLM2's rows to where llama2.c keeps them, then back by your `pairs_to_halves`:
+# Both conventions are in use. What if weights of one meet code of the other? The shapes fit, and nothing is NaN. First
+# we move SmolLM2's rows into llama2.c's order, then back with your `pairs_to_halves`:
 
 # %%
 own_rows = checks.solution_or_reference(
@@ -274,21 +277,22 @@ print(f"NLL: right {right:.2f}, conventions mixed {mixed:.2f}, after pairs_to_ha
 assert back == right
 
 # %% [markdown]
-# About twice the NLL, and not one complaint. Trained from scratch with either convention, a model is equally good; it is only a
-# *checkpoint* that belongs to one. So look up which, before anything else.
+# The NLL about doubles, and no error is raised. A model trained from scratch is equally good with either convention;
+# only a *checkpoint* belongs to one. So look up which one first.
 #
-# Positions are only numbers here. The second half of a sequence, on another device, takes positions from the middle on; and a
-# longer context than a model was trained on can be had by turning slower
-# ([chapter 7](../theory/07-long-context.md#longer-than-in-training)): either all pairs, or, with a larger base, the slow ones only.
+# Positions are only numbers here. On another device, the second half of a sequence gets positions from the middle on.
+# And a model can read a longer context than it was trained on if its pairs turn more slowly ([chapter
+# 7](../theory/07-long-context.md#longer-than-in-training)): either all pairs, or, with a larger base, only the slow
+# ones.
 #
 # ![Turns of each of 32 pairs at the last token, logarithmic: trained on 1,024 tokens, and at 8,192 as it is, interpolated, and with a larger base. Interpolated falls on the trained line; the larger base starts with the line of 8,192 and meets the trained line at the last pair only; below one turn everything above the trained line is new to the model](../theory/figures/long-context-turns.png)
 #
 # ## 3.3 · What a long step costs
 #
-# *Core.* Now we train. The `tiny` decoder has 4 layers of width 128, 4 heads, and reads bytes: 0.8 million weights. A *step* is forward,
-# backward, and AdamW. With standard attention and with FlashAttention, all else equal, all in
-# float32. (On a GPU, FlashAttention's kernels take 16-bit numbers only; there another kernel of the same idea steps in,
-# memory-efficient attention. The column *kernel* names what ran.)
+# *Core.* Now we train. The `tiny` decoder has 4 layers of width 128, 4 heads, and reads bytes: 0.8 million weights. A
+# *step* is forward, backward, and AdamW. We compare standard attention with FlashAttention, with everything else equal,
+# in float32. (On a GPU, FlashAttention's kernels take 16-bit numbers only, so memory-efficient attention, a kernel
+# based on the same idea, runs instead. The column *kernel* names what ran.)
 #
 # **Predict first**: if a sequence gets 8 times as long, how many times as much memory does a step with FlashAttention take?
 
@@ -320,8 +324,9 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# *Predicted* rows were not run: by the plan (section 3.5) they would need more than the limit. On a logarithmic chart a power
-# $a N^b$ is a straight line, and $b$ is its slope. Fitted to the two longest lengths of each:
+# Rows marked *predicted* were not run: the plan (section 3.5) says that they need more than the limit. On a logarithmic
+# chart a power $a N^b$ is a straight line, and $b$ is its slope. Here are the slopes fitted to the two longest lengths
+# of each:
 
 # %%
 slopes = {
@@ -335,17 +340,18 @@ pd.DataFrame(slopes).round(2)
 
 
 # %% [markdown]
-# Weights and AdamW's states (the line in the chart) do not grow, so 8 times the length takes less than 8 times the memory, and
-# memory's slopes lie below 1 and 2. What grows is linear with FlashAttention, and quadratic without. FlashAttention's *time* is not
-# linear, and never will be: all pairs are still computed. The slope of time is a mixture: matrices grow with $N$, attention with
-# $N^2$, and the longer the sequence, the more attention weighs. (The textbook's may exceed 2, where its scores outgrow a cache.
-# A slope of time below 1 is not possible: then another program used the cores, so run the cell again.)
+# Weights and AdamW's states (the line in the chart) do not grow, so 8 times the length takes less than 8 times the
+# memory, and the slopes of memory lie below 1 and 2. What grows is linear with FlashAttention, and quadratic without.
+# FlashAttention's *time* is not linear, because it still computes all pairs. The slope of time is a mixture: matrices
+# grow with $N$, attention with $N^2$, and the longer the sequence, the more attention weighs. (The textbook's slope may
+# exceed 2 where its scores outgrow a cache. A slope of time below 1 means that another program used the cores: run the
+# cell again.)
 #
 # ## 3.4 · The largest tensor is not attention's
 #
-# *Core.* Real models read words, not bytes. GPT-2's vocabulary has 50,257 tokens, and the classifier gives each position a number for
-# every one of them. For 4,096 tokens that is 0.8 GB of logits, as much again for the log-softmax, and again for its gradient. All
-# that for one number, the loss, to which each token contributes by itself.
+# *Core.* Real models read words, not bytes. GPT-2's vocabulary has 50,257 tokens, and the classifier computes a number
+# for each of them at every position. For 4,096 tokens these logits take 0.8 GB, the log-softmax as much again, and its
+# gradient too. All of it serves one number, the loss, which is a sum over tokens.
 
 # %% [markdown]
 # ### Exercise 3-2 · A loss without all the logits
@@ -356,10 +362,10 @@ pd.DataFrame(slopes).round(2)
 # $$z = W h, \qquad \text{loss} = \ln \textstyle\sum_j e^{z_j} - z_\text{label}, \qquad d = \text{softmax}(z) -
 # \text{onehot}(\text{label})$$
 #
-# and its gradients are $W^\top d$ for $h$, and $d\,h^\top$ for $W$. The loss of a sequence is the **mean** over the tokens whose
-# label is not -100. (If there is none, it is 0, and so are its gradients.)
+# and its gradients are $W^\top d$ for $h$, and $d\,h^\top$ for $W$. The loss of a sequence is the **mean** over the
+# tokens whose label is not -100. (If there is none, the loss and its gradients are 0.)
 #
-# Write it as a `torch.autograd.Function`. Its `forward` gets `ctx`, in which `backward` finds what it needs, and then
+# Write it as a `torch.autograd.Function`. Its `forward` gets `ctx`, which stores what `backward` needs, and then
 #
 # | | shape | |
 # | --- | --- | --- |
@@ -369,12 +375,12 @@ pd.DataFrame(slopes).round(2)
 # | `chunk` | an int | tokens at a time; need not divide `tokens`, may be larger |
 # | returns | `()` | the mean loss |
 #
-# `backward(ctx, grad_loss)` gets the gradient of the loss, one number, and returns four values: the gradients of `hidden` and
-# `weight`, and `None` for `labels` and for `chunk`. All gradients are multiplied by `grad_loss`.
+# Then `backward(ctx, grad_loss)` gets the gradient of the loss, one number, and returns four values: the gradients of
+# `hidden` and `weight`, and `None` for `labels` and for `chunk`. All gradients are multiplied by `grad_loss`.
 #
-# Neither pass may create a tensor that is larger than one chunk's logits, except for tensors of the size of `hidden` or `weight`. And
-# no logits may be kept for the backward pass. There are two ways, both right: work the gradients out in `forward` and keep those, or
-# work the logits out again in `backward`.
+# Neither pass may create a tensor that is larger than one chunk's logits, except for tensors of the size of `hidden` or
+# `weight`. And no logits may be kept for the backward pass. There are two ways, both right: compute the gradients in
+# `forward` and keep those, or compute the logits again in `backward`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -453,7 +459,8 @@ checks.check_loss_memory(ChunkedLoss)
 
 
 # %% [markdown]
-# Does it pay? The loss alone, on 512 tokens of width 128. Beside yours is the lab's, `training.chunked_cross_entropy`:
+# How much memory does it save? The next cell measures the loss alone, on 512 tokens of width 128, beside the lab's
+# `training.chunked_cross_entropy`:
 
 
 # %%
@@ -488,20 +495,21 @@ pd.Series(peaks, name="peak, MiB").round().astype(int).to_frame()
 
 
 # %% [markdown]
-# The gradient of the weight alone takes 25 MiB, which nobody can save. If you worked the gradients out in `forward`, nothing is
-# computed twice; if in `backward`, the logits are. Both are allowed. Does yours need more than the lab's? *Further (optional)*: look
-# for tensors of the weight's size. `grad_weight += d.T @ h` first makes the product, a second one; `grad_weight.addmm_(d.T, h)` adds
-# in place. `grad * grad_loss` is a third.
+# The gradient of the weight alone takes 25 MiB, which no method can save. If you computed the gradients in `forward`,
+# nothing is computed twice; if in `backward`, the logits are. Both are allowed. *Further (optional)*: does yours need
+# more than the lab's? Look for tensors of the weight's size. `grad_weight += d.T @ h` first makes the product, a second
+# one; `grad_weight.addmm_(d.T, h)` adds in place. `grad * grad_loss` is a third.
 #
 # ## 3.5 · What a layer keeps
 #
-# *Core.* Where does the rest of the memory go? A backward pass needs what the forward pass computed, so every layer keeps it. Here
-# are two training steps of a small decoder, measured at every allocation and release:
+# *Core.* Where does the rest of the memory go? A backward pass needs what the forward pass computed, so every layer
+# keeps it. Here are two training steps of a small decoder, measured at every allocation and release:
 #
 # ![Memory of two training steps over time. Above, textbook attention: memory climbs in four steps, one for each block, jumps at the loss, and falls in the backward pass, with a small peak in each block. Below, FlashAttention with the loss in chunks and checkpointing: hardly any climb, a low loss, and a bump for each block that is computed again.](../theory/figures/step-memory.png)
 #
-# The forward pass climbs, because every block adds what it keeps. The loss adds its logits. The backward pass goes back block by
-# block: it frees what a block had kept, after a short peak for that block's gradients. The rules are simple enough to be counted.
+# In the forward pass memory climbs, because every block adds what it keeps. The loss adds its logits. The backward pass
+# works back block by block: after a short peak for a block's gradients, it frees what the block had kept. You can
+# predict this by counting.
 
 # %% [markdown]
 # ### Exercise 3-3 · What a layer keeps
@@ -609,8 +617,8 @@ checks.check_kept_loss(kept_bytes, seed=33)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# A formula is worth what its predictions are. Beside it a real step, measured to the byte (on a GPU a little differs: its kernels
-# work in other steps):
+# A formula is as good as its predictions. The next cell compares it with real steps, measured to the byte (on a GPU the
+# figures differ a little, because its kernels work in other steps):
 
 # %%
 own_kept = checks.solution_or_reference(
@@ -638,15 +646,16 @@ counts = pd.DataFrame(
 (counts.set_index("case") / 2**20).round(1)
 
 # %% [markdown]
-# Your function predicts real steps. The 16 bytes of each weight: itself, its gradient, and AdamW's two averages, all float32. Your
-# count may be 2 MiB too high: at the peak most of the gradients do not exist yet. The lab's planner counts the small things, too;
-# `print(training.plan_memory(tiny, seqlen=8192))` shows each part with its formula, in the symbols of theory chapter 7.
+# Your function predicts real steps. The 16 bytes of each weight are the weight itself, its gradient, and AdamW's two
+# averages, all float32. Your count may be 2 MiB too high: at the peak most of the gradients do not exist yet. The lab's
+# planner counts the small things, too; `print(training.plan_memory(tiny, seqlen=8192))` shows each part with its
+# formula, in the symbols of theory chapter 7.
 
 # %% [markdown]
 # ## 3.6 · The wall, and what moves it
 #
-# *Core.* The decoder again, now with a vocabulary of 16,384: 2 million more weights. We allow it 640 MiB and want 2,048 tokens. One
-# remedy after the other, each on top of those before it:
+# *Core.* Here is the decoder again, now with a vocabulary of 16,384: 2 million more weights. We allow it 640 MiB and
+# want 2,048 tokens. We add one remedy at a time and keep the earlier ones.
 #
 # **Predict first**: how many MiB does the loss in chunks save, on top of FlashAttention?
 
@@ -689,21 +698,21 @@ plotting.plot_memory_parts(
 
 
 # %% [markdown]
-# A remedy lowers the peak only if it works on what the peak is made of. Here chunks of the MLP bring hardly more: just below the
-# highest moment waits the loss. It holds 256 rows of logits, the embedding's gradient and, larger than both, the weights and AdamW's
-# states. In a wider model chunks of the MLP do help. What each one costs:
+# A remedy lowers the peak only if the peak consists of what it reduces. Here the MLP in chunks saves little, because
+# the moment of the loss is almost as high: it holds 256 rows of logits, the embedding's gradient and, larger than both,
+# the weights and AdamW's states. In a wider model the MLP in chunks does help. What each one costs:
 #
 # | remedy | lowers | price |
 # | --- | --- | --- |
-# | FlashAttention | scores: $N^2$ a head | a sixth more FLOPs in attention, and faster all the same, except for short sequences |
+# | FlashAttention | scores: $N^2$ a head | a sixth more FLOPs in attention, but still faster, except for short sequences |
 # | loss in chunks | logits: $N V$ | none, if `forward` makes the gradients |
 # | checkpointing | what blocks keep: one number a token and channel instead of $8w + 2m = 16w$ with $m = 4w$, so a sixteenth; and one block while it is computed again | each block's forward pass twice |
 # | MLP in chunks | the widest tensors of one block | its forward pass once more |
 # | bfloat16 autocast | half of most activations | digits (notebook 1, section 1.10); copies of all weights |
 #
-# And two that are often named: a smaller *batch* helps until it is 1. *Accumulation*, several small batches before one update, is
-# how a small batch computes what a large one would. Neither makes room for a longer sequence. The next cell
-# measures that; its last row shows, for comparison, what 16 bits bring.
+# Two more are often named: a smaller *batch* helps until it is 1. *Accumulation*, several small batches before one
+# update, lets a small batch compute what a large one would. Neither makes room for a longer sequence. The next cell
+# measures that; its last row shows, for comparison, the effect of 16 bits.
 
 
 # %%
@@ -722,10 +731,10 @@ pd.Series(
 ).round(1).to_frame()
 
 # %% [markdown]
-# *Further (optional), to the end of the section.* How far does the same ladder carry a real size? GPT-2 small's shape, 124 million
-# weights, with RoPE instead of learned positions, on a GPU with 16 GiB. Predicted, without a GPU; `python -m benchmarks training
-# --preset gpt2-small --longest
-# --limit 16GiB` looks for the real wall on yours:
+# *Further (optional), to the end of the section.* How far do the same remedies carry a real size? The next cell
+# predicts it for GPT-2 small's shape, 124 million weights, with RoPE instead of learned positions, on a GPU with 16
+# GiB. It needs no GPU; `python -m benchmarks training --preset gpt2-small --longest --limit 16GiB` finds the real limit
+# on yours.
 
 # %%
 gpt2_small = DecoderConfig.preset("gpt2-small")
@@ -735,21 +744,22 @@ fits["gib"] = (fits.peak_bytes / 2**30).round(1)
 fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 
 # %% [markdown]
-# The same GPU: a hundred times as many tokens, by the plan. Is it true? The dots were measured on an H200 whose allocator was held to
-# 16 GiB (`context-16gib-short-h200`, `context-16gib-long-h200`); `million-h200` has the whole card:
+# By the plan, the same GPU takes a hundred times as many tokens. Is it true? The dots were measured on an H200 whose
+# allocator was limited to 16 GiB (`context-16gib-short-h200`, `context-16gib-long-h200`); `million-h200` uses the whole
+# card:
 #
 # ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
 #
-# Transformers' GPT-2 with plain eager attention reaches 3,072 tokens there, and 18,432 in its best setting (`context-16gib-plain-h200`);
-# the last remedy reaches 393,216. The plan promises up to a third more than what ran: it counts tensors, while the limit counts all that
-# the allocator has reserved, and the search went in steps of 1,024 tokens. That a step fits does not mean that you can wait for it: time
-# still grows with $N^2$, and the million takes four minutes.
+# Transformers' GPT-2 with plain eager attention reaches 3,072 tokens there, and 18,432 in its best setting
+# (`context-16gib-plain-h200`); the last remedy reaches 393,216. The plan promises up to a third more than what ran: it
+# counts tensors, while the limit counts everything that the allocator has reserved, and the search went in steps of
+# 1,024 tokens. A step that fits may still take too long: time grows with $N^2$, and the million takes four minutes.
 
 # %% [markdown]
 # ## 3.7 · Many documents, one sequence
 #
-# *Core.* Real documents have all lengths. Padding them to the longest wastes most of the work; so they are *packed*, one after the other,
-# and `cu_seqlens` says where each begins. Python's own help, as bytes:
+# *Core.* Real documents differ in length. Padding them to the longest wastes most of the work, so they are *packed*,
+# one after the other, and `cu_seqlens` says where each begins. Here is Python's own help, as bytes:
 
 # %%
 tokenizer = training.ByteTokenizer()
@@ -767,8 +777,8 @@ print("positions around the second:", first.positions[0, first.cu_seqlens[1] - 2
 pd.DataFrame(rows, columns=columns).round(1)
 
 # %% [markdown]
-# Positions begin at 0 again in each document. A document that is cut goes on in the next sequence. But a causal mask alone would let
-# each document see all those before it. Change the first document, and watch the second:
+# Positions begin at 0 again in each document. A document that is cut continues in the next sequence. With a causal mask
+# alone, each document would see all those before it. Change the first document, and watch the second:
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(0)
@@ -782,15 +792,15 @@ for name, offsets in (("cu_seqlens", apart), ("causal mask alone", together)):
     print(f"{name}: the second document changes by {(after - before)[16:].abs().max():.2f}")
 
 # %% [markdown]
-# Packing is cheaper, too: attention costs the *sum of squares* of the documents' lengths, not the square of their sum. A backend
-# that has no packed kernel (FlexAttention, here) says so, and is not replaced in silence.
+# Packing is cheaper, too: attention costs the *sum of squares* of the documents' lengths, not the square of their sum.
+# A backend without a packed kernel (FlexAttention, here) raises an error and is not silently replaced.
 #
 # ## 3.8 · Training, for real
 #
-# *Core.* 8,192 bytes of Python's own source in each step, and *your* RoPE and *your* loss in chunks in the decoder. (Its method
-# `chunked_loss` gets `hidden`, `weight` and `labels`, with a dimension for the batch.) First, do they give the lab's loss and
-# gradients? Then the lab's loop trains: AdamW; a learning rate that is a function of the step alone; gradients clipped at norm 1; and
-# a stop before NaN reaches the weights.
+# *Core.* Each step trains on 8,192 bytes of Python's own source, with *your* RoPE and *your* loss in chunks in the
+# decoder. (Its method `chunked_loss` gets `hidden`, `weight` and `labels`, with a dimension for the batch.) First, do
+# they give the lab's loss and gradients? Then the lab's loop trains with AdamW, a learning rate that depends on the
+# step alone, and gradients clipped at norm 1; it stops before NaN reaches the weights.
 
 # %%
 source = [tokenizer.encode(document.text) for document in training.source_documents()]
@@ -821,14 +831,15 @@ history = training.train(model, stream, TrainConfig(steps=2, learning_rate=3e-3)
 history.frame()[["step", "loss", "grad_norm", "tokens_per_s"]].round(3)
 
 # %% [markdown]
-# That was training on your own code. Two steps show that it runs, not that it learns; and a loss curve alone does not show that
-# FlashAttention is *right*. Two runs with equal seeds may part, because they round differently. What can be asked:
+# That was training on your own code. Two steps show that it runs, not that it learns; and a loss curve alone does not
+# show that FlashAttention is *right*. Two runs with equal seeds may diverge, because they round differently. You can
+# ask three questions:
 #
 # 1. Are the first step's gradients as near to the exact ones as the textbook's? (The rule of notebook 1.)
 # 2. Do the first losses agree?
 # 3. Later on, do the curves differ by more than those of two seeds?
 #
-# A recorded run: 200 steps of 2,048 bytes (`python -m benchmarks agreement`).
+# A recorded run of 200 steps of 2,048 bytes answers them (`python -m benchmarks agreement`).
 
 # %%
 courses = load_run("agreement-cpu")
@@ -847,10 +858,10 @@ plotting.plot_runs(
 
 
 # %% [markdown]
-# The answer to the third question is no: in 200 steps the two are at most 5e-7 apart, and another seed 0.25 on average. (This is
-# float32 on a CPU. Of 16 bits it says nothing.) Loss and gradient norm are also where trouble shows first. Batches of one document are
-# noisy (the text changes, the model does not); a norm that jumps by itself is not. The loop clips it, and stops before NaN gets into
-# the weights:
+# The curves differ by far less than those of two seeds: over 200 steps the two are at most 5e-7 apart, and another seed
+# is 0.25 away on average. (This is float32 on a CPU. It does not cover 16 bits.) Loss and gradient norm are also where
+# trouble shows first. With batches of one document they are noisy (the text changes, the model does not); a norm that
+# suddenly jumps is a warning. The loop clips it, and stops before NaN gets into the weights:
 
 
 # %%
@@ -868,9 +879,10 @@ except RuntimeError as error:
 
 
 # %% [markdown]
-# **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint holds the weights, AdamW's averages and the
-# number of the step, from which the random numbers follow. It is written beside the old one and renamed when it is whole, and damage is
-# noticed. Then a resumed run is not *similar* to one that was never stopped. On a CPU it is the same, to the last bit:
+# **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint holds the weights, AdamW's averages
+# and the number of the step, which determines the random numbers. It is written beside the old one and renamed when it
+# is complete, and damage is detected. So on a CPU a resumed run is not just *similar* to one that was never stopped: it
+# is the same, to the last bit.
 
 
 # %%
@@ -890,9 +902,9 @@ print("the same to the last bit:", resumed == losses(8))
 # %% [markdown]
 # ## 3.9 · What long contexts are good for
 #
-# *Further (optional).* To look something up is what attention does. `recall` is a decoder of 0.25 million weights, which one command of
-# the lab has taught to find facts again, in long dialogues and in lists of records (`python -m benchmarks.recall`). The texts are made
-# from a seed, so no model can know the answers. Here is one text from the fact on, and a question about it:
+# *Further (optional).* Attention can look things up. `recall` is a decoder of 0.25 million weights, trained to find
+# facts again in long dialogues and in lists of records (`python -m benchmarks.recall`). The texts are made from a seed,
+# so no model can know the answers. Here is one text from the fact on, and a question about it:
 
 # %%
 unseen = recall.unseen_documents(count=2)  # 2,048 bytes each: two lists, two dialogues
@@ -932,13 +944,14 @@ plotting.plot_by_window(
 )
 
 # %% [markdown]
-# The model finds nearly all that it sees, and can only guess the rest. (A regular expression finds all that is visible: it was told
-# how facts are written. The model found out.) In texts of 4,096 bytes, longer than those it was trained on, it finds far fewer facts,
-# although all are visible. *What fits* and *what is used* are two questions.
+# The model finds nearly everything that it sees, and can only guess the rest. (A regular expression finds everything
+# visible, because we wrote the form of the facts into it. The model learned that form.) In texts of 4,096 bytes, longer
+# than those it was trained on, it finds far fewer facts, although all are visible. *What fits* and *what is used* are
+# two questions.
 #
-# Three larger tasks were recorded with SmolLM2 (`python -m benchmarks tasks`): questions about facts in a long document, the names of
-# the functions that a whole source file calls, and a summary. For each window, the share of right answers, and beside it what a plain
-# search finds without a model:
+# Three larger tasks were recorded with SmolLM2 (`python -m benchmarks tasks`): questions about facts in a long
+# document, the names of the functions that a whole source file calls, and a summary. The table shows, for each window,
+# the share of right answers, and beside it what a plain search finds without a model:
 
 # %%
 asked = context[context.measure.isin(["right", "search", "model"])]
@@ -946,14 +959,14 @@ asked = asked[(asked.task == "document") | ((asked.task == "code") & (asked.site
 asked.pivot_table(index="window", columns=["task", "measure"], values="value").round(2)
 
 # %% [markdown]
-# What is not visible is not answered; with all of it visible, two thirds of the document's questions are right. And the honest column is
-# *search*: where questions repeat the document's words, search first. Theory chapter 7 has the
+# The model cannot answer what it does not see; with everything visible, two thirds of the document's questions are right.
+# Compare with the column *search*: where questions repeat the document's words, search first. Theory chapter 7 has the
 # [rest](../theory/07-long-context.md#what-a-long-context-is-good-for): the calls in detail, and summaries.
 #
 # ## What you measured on one device
 #
 # - A passage that returns is predicted far better as soon as the window reaches its first occurrence; plain text gains little.
-# - RoPE makes scores depend on distances. Weights of one convention run in code of the other: worse, and silently.
+# - RoPE makes scores depend on distances. Weights of one convention run in code of the other without an error, but worse.
 # - A step's memory by the formula you wrote; the textbook's grows with $N^2$, FlashAttention's with $N$; its time still with $N^2$.
 # - After attention, the logits are the wall; after the logits, what blocks keep. Each has its remedy, and its price.
 # - Packed documents do not see each other, if `cu_seqlens` is passed on. A resumed run is the same to the last bit.
@@ -1195,8 +1208,8 @@ error = (torch.cat(outputs, dim=1) - exact).abs().max()
 print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-6)}")
 
 # %% [markdown]
-# Not an approximation: the same sums, in another order. The backward pass goes around the ring, too: the gradients of K and V
-# travel behind their keys, collect what each rank adds, and come home (theory chapter 11).
+# This is no approximation: the sums are the same, in another order. The backward pass goes around the ring, too: the gradients of K and V
+# travel along with their keys, collect what each rank adds, and come home (theory chapter 11).
 #
 # ## 3.12 · Equal work
 #
@@ -1321,7 +1334,7 @@ checks.check_unzigzag(unzigzag, seed=53)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# The ring by hand again, with your order. It needs no change: what is visible follows from positions.
+# Here is the ring by hand again, with your order. It needs no change, because visibility follows from positions.
 
 # %%
 own_positions = checks.solution_or_reference(
@@ -1345,13 +1358,13 @@ plotting.plot_weights(  # what rank 1's queries see, step by step
 
 
 # %% [markdown]
-# Shard positions together with their tokens. A mask from the wrong positions raises no error; it computes something else.
+# Shard positions together with their tokens. A mask from the wrong positions raises no error and gives a wrong result.
 #
 # ## 3.13 · Real processes
 #
-# *Core.* Now without a list of all shards: real processes, with your merge and your order. `launch` starts two on this machine, gives
-# them your function, and returns what each of them returned. `send_on` sends keys and values to the next rank; what it returns waits
-# for those of the previous one (`labsupport/distributed/minimal_ring.py`).
+# *Core.* Now we replace the list of shards by real processes, with your merge and your order. `launch` starts two on this machine,
+# gives them your function, and returns what each of them returned. `send_on` sends keys and values to the next rank; call what it
+# returns to wait for those of the previous one (`labsupport/distributed/minimal_ring.py`).
 
 
 # %%
@@ -1395,14 +1408,22 @@ errors.map("{:.0e}".format)
 # 2. positions that begin with 0 on each rank;
 # 3. labels shifted by one *after* the sequence was cut, not before.
 #
-# **Predict first**: which of them would you notice, if you only saw a loss curve?
+# **Predict first**: with how many of the three is the loss more than a tenth higher, so that a loss curve would show it?
+
+# %%
+predicted_noticed = None  # your guess, 0 to 3
 
 # %% tags=["nbval-check-output"]
 pd.DataFrame(looked[0]["losses"]).set_index("case").round(3)
 
+# %%
+by_case = pd.DataFrame(looked[0]["losses"]).set_index("case").loss
+noticed = int((by_case > 1.1 * by_case["one device"]).sum())
+checks.compare_prediction("Mistakes that a loss curve shows", predicted_noticed, noticed)
+
 # %% [markdown]
-# The first two raise the loss so much that somebody will look. The third changes it by 2%, and is the worst of them: only the last token of
-# each chunk has a wrong label, nobody looks, and the model learns it. (A label is the *next* token. That of a chunk's last token is on
+# The first two raise the loss so much that you would notice. The third changes it by 2%, and is the worst of them: only the last
+# token of each chunk has a wrong label, nobody notices, and the model learns it. (A label is the *next* token. That of a chunk's last token is on
 # another rank.) So compare with one device, to the last digits, before you train on many.
 #
 # Who computed, who waited? PyTorch's profiler watches a forward pass over 4,096 tokens (four, of which the fastest is shown).
@@ -1445,10 +1466,10 @@ peaks.columns = [f"MiB, {ranks} rank{'s, each' * (ranks > 1)}" for ranks in peak
 peaks.round(1)
 
 # %% [markdown]
-# Half: so in the same memory the sequence may be twice as long. Weights and AdamW's states are not divided: they are the next
-# section's. (For a moment a rank also holds keys and values of two others: those it works on, and those that are coming.)
+# Each rank needs half the memory, so the sequence may be twice as long. Weights and AdamW's states are not divided: the next
+# section does that. (For a moment a rank also holds keys and values of two others: those it works on, and those that are coming.)
 #
-# **When a rank dies**, the others wait for its messages, perhaps for ever. `launch` does not:
+# **When a rank dies**, the others wait for its messages, perhaps without end. `launch` does not:
 
 # %%
 try:
@@ -1462,16 +1483,20 @@ except LaunchError as error:
 #
 # ## 3.14 · Other data on each rank: DDP and FSDP
 #
-# *Further (optional).* A model that fits can work on $W$ times as many sequences. With DDP each rank holds everything, and computes its
-# own micro-batches; then all gradients are averaged, an *all-reduce*. With four micro-batches before an update, you need the sum once,
-# not four times: `no_sync()` holds back the first three. FSDP *shards* parameters, gradients and AdamW's states over the ranks, and
-# fetches a block's parameters only while that block computes.
+# *Further (optional).* A model that fits on one device can work on $W$ times as many sequences with $W$ ranks. The next cells
+# train the same model on two ranks, with DDP and with FSDP (the table of section 3.10).
 #
 # **Predict first**: each of two ranks holds how much of parameters, gradients and states between two steps under FSDP, as a share of
 # what it holds under DDP?
 
 # %%
 predicted_held = None  # your guess, a number between 0 and 1
+
+# %% [markdown]
+# With DDP each rank holds everything, and computes its own micro-batches; then all gradients are averaged with an *all-reduce*.
+# With four micro-batches before an update, you need the sum once, not four times: `no_sync()` skips the first three. FSDP
+# *shards* parameters, gradients and AdamW's states over the ranks, and fetches a block's parameters only while that block
+# computes.
 
 # %%
 ranks = launch(demos.train_on_ranks, processes=2, device="cpu")
@@ -1500,7 +1525,7 @@ print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep="
 #
 # *Further (optional).* Two processes on a CPU show that it is right, not that it is fast. On GPUs: *efficiency* is the share of the ideal
 # speed. For the ring, a shard's length stays the same, so $W$ devices hold $W$ times the sequence: $W^2$ times the work on $W$ times
-# the devices. Efficiency 1 means: it takes $W$ times as long as one device with its own shard. **Predict first**: by the count of
+# the devices. Efficiency 1 means that it takes $W$ times as long as one device with its own shard. **Predict first**: by the count of
 # section 3.12, which efficiency can contiguous shards reach on four devices, at best?
 
 # %%
@@ -1530,8 +1555,7 @@ plotting.plot_scaling(
 
 # %% [markdown]
 # Recorded on four H200 on NVLink (`labsupport ring bench`), by the kernel that computes the blocks. Zigzag goes far beyond contiguous
-# shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first and hides nothing. What is missing to 1 are
-# messages that take multiprocessors and memory from the compute ([chapter 11](../theory/11-several-devices.md#when-a-hop-hides) compares
+# shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first and hides nothing. The rest of the way to 1 is lost to messages, which take multiprocessors and memory from the compute ([chapter 11](../theory/11-several-devices.md#when-a-hop-hides) compares
 # with a prediction).
 #
 # And data parallelism: each rank computes as much as one device alone, and efficiency 1 means that $W$ devices are $W$ times as fast.
@@ -2296,12 +2320,12 @@ plotting.plot_by_window(
 
 # %% [markdown]
 # At $\sigma = 2$ YaRN helps most, then NTK-aware scaling, as in the paper. NTK-aware scaling pays with the first bytes, which
-# plain frequencies read better: it slows pairs that had nothing to fear. Interpolation destroys this model. Its first layers were built to look
+# plain frequencies read better: it slows pairs that need no slowing. Interpolation destroys this model. Its first layers were built to look
 # 1 to 12 bytes back, and now all distances are halved. It is meant to be followed by training: Chen
-# et al. took 1,000 steps. And the ranking is no law: set `factor = 4` above, and in the last of 8,192 bytes NTK-aware scaling is ahead
-# of YaRN. A model of 8 pairs is a small witness.
+# et al. took 1,000 steps. The ranking is not general: set `factor = 4` above, and in the last of 8,192 bytes NTK-aware scaling is ahead
+# of YaRN. A model of 8 pairs is weak evidence.
 #
-# A larger one: SmolLM2 has 32 pairs, and was trained on up to 8,192 tokens. It reads 16,384 tokens of Python's source, in a recorded
+# SmolLM2 is larger. It has 32 pairs, and was trained on up to 8,192 tokens. It reads 16,384 tokens of Python's source, in a recorded
 # run (`python -m benchmarks long_positions`):
 
 # %%
@@ -2329,7 +2353,7 @@ plotting.plot_by_window(
 #
 # - Partial results with their log-sum-exps merge into attention over all keys, to the last rounding. A plain average does not.
 # - Contiguous causal shards keep the busiest rank busy for $2 - 1/W$ times the average; zigzag shares each step evenly.
-# - Positions and labels belong to tokens: sharded with the wrong ones, a model computes on, and only the loss knows.
+# - Positions and labels belong to tokens: sharded with the wrong ones, a model still computes, and only the loss shows it.
 # - A ring divides what grows with $N$; FSDP what belongs to weights; DDP nothing, and it sends least.
 # - `no_sync` saves all but one of the all-reduces of an accumulated step.
 # - A rank that dies takes the run with it. Look for the first one that failed.
@@ -2352,8 +2376,8 @@ plotting.plot_by_window(
 #
 # <details><summary>3. The hop takes 3 ms, the block 2 ms. What does a step cost, and what can you do?</summary>
 #
-# 3 ms: the longer of the two. Twice as long a shard takes 6 ms to send and 8 to compute; so longer shards hide it. Fewer key heads
-# (grouped queries) make the message smaller, and the work hardly.
+# 3 ms: the longer of the two. A shard twice as long takes 6 ms to send and 8 to compute, so longer shards hide it. Fewer key
+# heads (grouped queries) make the message smaller, and hardly change the work.
 # </details>
 #
 # <details><summary>4. What does an all-reduce of n bytes cost each rank, and why is DDP's hidden for the most part?</summary>
@@ -2372,8 +2396,7 @@ plotting.plot_by_window(
 # <details><summary>6. A model of 7 billion weights, AdamW in float32, 8 GPUs of 80 GB. DDP or FSDP? What if the sequence has a million tokens?</summary>
 #
 # 16 bytes a weight are 112 GB: DDP does not fit; FSDP holds 14 GB on each. CPU offload would fit as well, and is slow: all of it
-# crosses the bus in each step. At a million tokens the activations are the problem, which FSDP does not shard: a ring on top, and
-# the remedies of section 3.6.
+# crosses the bus in each step. At a million tokens the activations are the problem, which FSDP does not shard: add a ring, and the remedies of section 3.6.
 # </details>
 #
 # ## Read on
