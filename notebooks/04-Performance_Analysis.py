@@ -11,7 +11,8 @@
 #
 # ![Speed of the textbook's and of FlashAttention's kernels on an H200 against FLOPs per byte: the textbook lies far down the slope that the memory sets, the fused kernels near the roof of the arithmetic.](../theory/figures/roofline-h200.png)
 #
-# The same mathematics on the same GPU. By the end of this notebook you can draw such a picture, say what each point lacks, and predict the next one.
+# Every point is the same mathematics on the same GPU. By the end of this notebook you can draw this picture, explain
+# what holds each point back, and predict the next one.
 #
 # **After this notebook you can**
 #
@@ -65,11 +66,12 @@ def random_qkv(seqlen, dtype=dtype):
 # %% [markdown]
 # ## 4.1 · Where does the time go?
 #
-# *Core.* A stopwatch says how long. A *profiler* says what took so long. PyTorch's notes each operator, and each kernel on a GPU: its time,
-# its calls, the memory it allocates. `trace` of this lab runs a call under it and makes tables.
+# *Core.* A stopwatch measures how long a call takes. A *profiler* shows which part took the time. PyTorch's profiler
+# records each operator, and each kernel on a GPU: its time, its calls, the memory it allocates. The lab's `trace` runs
+# a call under it and returns tables.
 #
-# Textbook attention is two matrix products and a softmax. Nearly all of its FLOPs are in the products. **Predict first**: which
-# share of its *time* do they take?
+# Textbook attention is two matrix products and a softmax, and nearly all of its FLOPs are in the products. **Predict
+# first**: what share of its *time* do they take?
 
 # %%
 predicted_share = None  # your guess, a number between 0 and 1
@@ -107,12 +109,12 @@ def shown(trace, rows=4):
 shown(traces["standard"])
 
 # %% [markdown]
-# The rest, the softmax above all, has hardly any FLOPs. On a GPU its time goes to reading and writing $N \times N$ numbers; on a CPU
-# also to exponentials and to memory that is touched for the first time (compare `mul_`, which moves as many bytes as the softmax). On
-# a CPU a row is an operator, on a GPU a kernel; `device_ms` is the time of the device that did the work, without what an operator
-# calls. (PyTorch's own table has the same column as `self_device_time_total`. Older texts say `cuda_time_total`: in `sort_by` that
-# name still works, as an attribute of averages it is gone.) `MiB` are the bytes of the tensors that an operator reads and writes. Now
-# FlashAttention:
+# The rest is mainly the softmax, which has hardly any FLOPs. On a GPU its time goes to reading and writing $N \times N$
+# numbers. On a CPU it also goes to exponentials and to memory that is used for the first time (compare `mul_`, which
+# moves as many bytes as the softmax). A row is an operator on a CPU and a kernel on a GPU. `device_ms` is the time the
+# device spent on that row, without the operators that it calls. (PyTorch's own table calls this column
+# `self_device_time_total`. Older texts say `cuda_time_total`: `sort_by` still accepts that name, but averages no longer
+# have it as an attribute.) `MiB` counts the tensors that an operator reads and writes. Now FlashAttention:
 
 # %%
 for name, seen in traces.items():
@@ -122,13 +124,13 @@ for name, seen in traces.items():
 shown(traces["sdpa_flash"])
 
 # %% [markdown]
-# One row. A fused kernel is a black box for a profiler of operators: to look inside, there are tools of the hardware's maker (Nsight
-# Compute, on NVIDIA's GPUs). We shall *count* instead, in section 4.3.
+# There is one row: an operator profiler cannot see inside a fused kernel. The hardware's maker has tools for that
+# (Nsight Compute, on NVIDIA's GPUs). We *count* instead, in section 4.3.
 #
 # ### Four traps
 #
-# **FLOPs of fused kernels.** The profiler counts those of a few operators only, matrix products above all. PyTorch has a second
-# counter, `FlopCounterMode`. What do the two say, and what is true ($4 N^2 d$ for each head)?
+# **FLOPs of fused kernels.** The profiler counts the FLOPs of a few operators only, mainly matrix products. PyTorch has
+# a second counter, `FlopCounterMode`. Compare both with the true number, $4 N^2 d$ for each head:
 
 # %%
 from torch.utils.flop_counter import FlopCounterMode
@@ -141,26 +143,26 @@ for name, call in {"standard": textbook, "sdpa_flash": flash}.items():
     print(f"{name:10} profiler {profiler:.2f}, counter {other:.2f}, true {true:.2f} GFLOP")
 
 # %% [markdown]
-# On a CPU both say 0 for the fused kernel. (On a GPU the counter knows it, but counts a causal mask as if there were none.) Divide
-# that by the time, and the FLOP rate is 0. So count by formula: exercise 4-1.
+# On a CPU both report 0 for the fused kernel, so a FLOP rate computed from them is 0. (On a GPU the counter knows the
+# kernel, but counts a causal mask as if there were none.) So count by formula: exercise 4-1.
 #
-# **The first call.** It pays for what happens once: choosing, loading or compiling a kernel, starting threads, fetching workspaces. The
-# first seven calls of textbook attention in this notebook, which we timed above:
+# **The first call.** It pays for work that happens only once: choosing, loading or compiling a kernel, starting
+# threads, allocating workspaces. These are the first seven calls of textbook attention in this notebook, timed above:
 
 # %%
 print("ms:", " ".join(f"{ms:.2f}" for ms in first_calls))
 
 # %% [markdown]
-# How much the first one costs depends on the kernel. On a CPU it may be little. On an H200 this lab's own Triton
-# kernels take 0.6 to 2.2 s, when the compiler's cache is empty (`data/runs/peers-h200/notes.md`). And
-# the later ones scatter, too. That is why `measure_time` warms up, repeats, and reports a median. One call, timed again and again
-# while other programs came and went:
+# The cost of the first call depends on the kernel. On a CPU it may be small. On an H200 this lab's own Triton kernels
+# take 0.6 to 2.2 s when the compiler's cache is empty (`data/runs/peers-h200/notes.md`). Later calls vary too, so
+# `measure_time` warms up, repeats, and reports a median. One call, timed repeatedly while other programs started and
+# stopped:
 #
 # ![Recorded times of one unchanged call during 14 minutes on a busy machine: they fall by a quarter, while the time relative to a reference, measured in turns, changes far less.](../theory/figures/performance-noise.png)
 #
-# **A clock that does not wait.** A GPU works while Python goes on. If you read the clock right after the call, you measure the
-# *launch*: the time in which Python hands a kernel over to the GPU. `torch.cuda.synchronize()` before each reading waits for the
-# work itself; `milliseconds` above does that. Both ways:
+# **A clock that does not wait.** A GPU works while Python goes on. If you read the clock right after the call, you
+# measure the *launch*: the time in which Python hands a kernel to the GPU. Call `torch.cuda.synchronize()` before each
+# reading, as `milliseconds` above does, to wait for the work. Both ways:
 
 # %%
 start = perf_counter()
@@ -171,16 +173,16 @@ if gpu:
 print(f"without waiting {without:.3f} ms, with {milliseconds(flash):.3f} ms")
 
 # %% [markdown]
-# On a CPU the two differ by noise only: the call returns when the work is done. On a GPU the first number is the time of a launch, nearly
-# the same for any length: many a "thousandfold speed-up" was made that way.
+# On a CPU the two differ by noise only, because the call returns when the work is done. On a GPU the first number is
+# the time of a launch, nearly the same for any length. Many reports of a "thousandfold speed-up" made this mistake.
 #
-# **A busy GPU is not a well-used one.** `nvidia-smi` shows a *utilisation* of 100% when some kernel ran all the time, be it a single
-# thread. It says nothing about how much of the hardware that kernel used.
+# **A busy GPU is not a well-used one.** `nvidia-smi` shows a *utilisation* of 100% if some kernel ran all the time,
+# even a kernel with a single thread. It says nothing about how much of the hardware that kernel used.
 #
 # ### A whole step
 #
-# Now a training step (forward, backward, AdamW) of the small decoder of notebook 3. Rows are sorted into attention, matrix products
-# of the layers, and the rest.
+# Now a training step (forward, backward, AdamW) of the small decoder of notebook 3. The rows are attention, the layers'
+# matrix products, and the rest.
 
 # %%
 from labsupport.training import DecoderConfig, MemoryOptions
@@ -212,12 +214,14 @@ by_kind = {
 pd.DataFrame(by_kind).rename_axis("device_ms of").round(1)
 
 # %% [markdown]
-# (If your table says otherwise, another program had the cores: run the cell again.) On a quiet machine the step with FlashAttention is
-# shorter, and what is not attention weighs more: Amdahl's law of notebook 2. (*All the rest* shrinks, too, because in the textbook's
-# step it also holds scaling, masking and copying of $N \times N$ numbers. Operators do not say for whom they work.)
+# On a quiet machine the step with FlashAttention is shorter, and the parts outside attention take a larger share:
+# Amdahl's law of notebook 2. (If your table differs, another program was using the cores: run the cell again.) *All the
+# rest* shrinks too, because in the textbook's step it includes scaling, masking and copying of $N \times N$ numbers.
+# The profiler cannot assign these operators to attention.
 #
-# A table forgets the order. The *timeline* keeps it: save it, open <https://ui.perfetto.dev> in a browser, and drag the file there.
-# (It is read on your machine, and not sent anywhere.) Look for gaps on the GPU's line: there it waited for Python.
+# A table does not show the order of events. The *timeline* does: save it, open <https://ui.perfetto.dev> in a browser,
+# and drag the file there. (The file is read on your machine and not sent anywhere.) Look for gaps on the GPU's line:
+# there the GPU waited for Python.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -226,14 +230,15 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 # %% [markdown]
-# `labsupport profile` does all that with one command, for attention of a shape: it writes a folder
-# that begins with `SUMMARY.md`. Where NVIDIA's profilers are installed, it runs them too.
+# `labsupport profile` does all this with one command, for one shape of attention. It writes a folder; read its
+# `SUMMARY.md` first. If NVIDIA's profilers are installed, it runs them too.
 #
 # ## 4.2 · FLOPs, bytes, and a roof
 #
-# *Core.* How fast *could* a call be? Its arithmetic takes at least FLOPs / (FLOPs a second), and its tensors must move: at least bytes /
-# (bytes a second). If the two overlap perfectly, the longer one decides. The *intensity*, FLOPs for each byte, says which it is.
-# FLOPs alone do not: FlashAttention has one matrix product more than the textbook.
+# *Core.* How fast *could* a call be? Its arithmetic takes at least FLOPs / (FLOPs a second). Moving its tensors takes
+# at least bytes / (bytes a second). If the two overlap perfectly, the longer one is the time of the call. The
+# *intensity*, FLOPs for each byte, says which one is longer. FLOPs alone do not: FlashAttention has one matrix product
+# more than the textbook.
 #
 # ![Left: matrix products, the textbook 2 forward and 4 backward, FlashAttention 2 and 5. Right: time on an H200 at 16,384 tokens, the textbook 166 ms, three fused kernels between 29 and 51 ms](../theory/figures/products-and-time.png)
 
@@ -387,15 +392,15 @@ for left in (-1, 1023, 127):
 # %% [markdown]
 # ### Your device
 #
-# No device reaches its specification, so the lab measures two ceilings: a copy of a large tensor, and a product of large matrices.
-# Under them: the textbook, FlashAttention, and decode steps (one query, 8,192 keys). The textbook's operators pass $S$ and $P$ to one
-# another through memory, so *its* intensity is taken with the bytes that `trace_tensors` sees at its operators; the others count each
-# tensor once:
+# No device reaches its specification, so the lab measures two ceilings: a copy of a large tensor, and a product of
+# large matrices. The plot shows the textbook, FlashAttention, and decode steps (one query, 8,192 keys) below them. The
+# textbook's operators pass $S$ and $P$ to one another through memory. So *its* intensity uses the bytes that
+# `trace_tensors` sees at its operators; the others count each tensor once:
 #
 # ![Textbook attention as four kernels, QKᵀ, scale, softmax and PV, above slow memory. Six numbered arrows pass over N x N numbers: S is written, read, written scaled, read; P is written, read. Beside it FlashAttention, one kernel, which reads Q, K and V and writes O.](../theory/figures/textbook-passes.png)
 #
-# **Predict first**: how many FLOPs a byte has the textbook, when $N$ is large? ($4 N^2 d$ FLOPs; a number has 4 bytes on a CPU, 2 on
-# a GPU.)
+# **Predict first**: how many FLOPs a byte does the textbook have when $N$ is large? ($4 N^2 d$ FLOPs; a number has 4
+# bytes on a CPU, 2 on a GPU.)
 
 # %%
 predicted_intensity = None  # your guess, a number
@@ -448,13 +453,14 @@ plotting.plot_roofline(
 )
 
 # %% [markdown]
-# The textbook stays near the same intensity, however long the sequence: FLOPs and bytes both grow with $N^2$. Six passes over $N^2$
-# numbers of $b$ bytes make $4 N^2 d / (6 N^2 b) = 2d / 3b$: 10.7 in float32, for $d = 64$. (Four passes, without a kernel for the
-# scale, would make 16.) FlashAttention moves to the right, under the flat part of the roof. How near a marker comes to the roof says
-# how good the *kernel* is; where it stands from left to right, what the *algorithm* asks for. Decode steps lie far below the slope.
-# They *could* be bound by memory, but this kernel is made for many queries at once, and a decode step has one. (A CPU blurs the
-# picture. Its caches hold small cases whole, so that a marker may even lie above the slope; and the exponentials, which the roof does
-# not know, cost it dearly.) `labsupport bench` prints the share of the roof that a call reaches, with a verdict.
+# The textbook's intensity hardly depends on the length, because FLOPs and bytes both grow with $N^2$. Six passes over
+# $N^2$ numbers of $b$ bytes give $4 N^2 d / (6 N^2 b) = 2d / 3b$: 10.7 in float32, for $d = 64$. (Four passes, without
+# a kernel for the scale, would give 16.) FlashAttention moves to the right, under the flat part of the roof. A marker's
+# height relative to the roof shows how good the *kernel* is; its position from left to right shows what the *algorithm*
+# needs. Decode steps lie far below the slope. They *could* be bound by memory, but this kernel is made for many
+# queries, and a decode step has one. (On a CPU the picture is less clear. Its caches hold small cases whole, so a
+# marker may even lie above the slope. Exponentials, which the roof ignores, are slow there.) `labsupport bench` prints
+# the share of the roof that a call reaches, with a verdict.
 #
 # ### Recorded: an H200
 #
@@ -495,8 +501,9 @@ plotting.plot_roofline(
 # %% [markdown]
 # ### A wrong rule
 #
-# "A good kernel uses more than 80% of the memory's bandwidth." For which kernels? NVIDIA's profiler looked at three of this lab's
-# Triton kernels on that GPU (head_dim 128, N = 4096, batch 4, 16 heads; bytes of HBM and times from `data/runs/peers-h200/notes.md`):
+# "A good kernel uses more than 80% of the memory's bandwidth." Is that true of every kernel? NVIDIA's profiler measured
+# three of this lab's Triton kernels on that GPU (head_dim 128, N = 4096, batch 4, 16 heads; bytes of HBM and times from
+# `data/runs/peers-h200/notes.md`):
 
 # %% tags=["nbval-check-output"]
 #                 ms, GB from HBM, TFLOP
@@ -513,22 +520,25 @@ for name, (ms, gb, tflop) in seen_by_ncu.items():
 
 
 # %% [markdown]
-# The *worst* place for a prefill kernel is where bandwidth use is high: it would mean that it moves too much. The forward uses 6%
-# of the bandwidth and two thirds of the arithmetic. The kernel of row sums uses 87%, and must: it has nothing to compute. So first ask
-# what bounds a case, then look at the use of *that*. For a long prefill: the tensor cores. For a decode step: the bandwidth.
+# For a prefill kernel, high bandwidth use is a bad sign: it moves too much data. The forward uses 6% of the bandwidth
+# and two thirds of the arithmetic. The kernel of row sums uses 87%, as it should: it has almost nothing to compute. So
+# first ask what bounds a case, then look at the use of *that*: the tensor cores for a long prefill, the bandwidth for a
+# decode step.
 #
 # ## 4.3 · Between fast and slow memory
 #
-# *Core.* A GPU's memories, and the words for them, on one page:
+# *Core.* This drawing shows a GPU's memories and their names:
 #
 # ![A GPU from left to right: HBM with 140 GiB; an L2 cache with 60 MiB; 132 multiprocessors, each with 228 KiB of shared memory, 256 KiB of registers, and tensor cores. Three borders are marked: 1, to the multiprocessors; 2, at L2; 3, at HBM.](../theory/figures/gpu.png)
 #
-# A *multiprocessor* (SM) computes; its *tensor cores* multiply small tiles. What it computes with lies in its *registers* and its *shared
-# memory*, the fast memory. *HBM* is the large, slow one, and the *L2* cache between them keeps what was read last. A kernel runs as many
-# *programs*, each with its own tiles; one or more programs share a multiprocessor. (A CPU has caches in the same roles.)
+# A *multiprocessor* (SM) computes; its *tensor cores* multiply small tiles. Its *registers* and its *shared memory* are
+# the fast memory, and hold what it computes with. *HBM* is the large, slow memory. The *L2* cache between them keeps
+# what was read last. A kernel runs as many *programs*, each with its own tiles; one or more programs share a
+# multiprocessor. (A CPU's caches play the same roles.)
 #
-# "Each tensor once" is a lower bound. A kernel works on tiles, and reads some things again and again. How often? The model is a fast
-# memory of $M$ numbers, in which alone one can compute, and a slow one for the rest. Counted is each number that passes.
+# "Each tensor once" is a lower bound. A kernel works on tiles and reads some data several times. How often? Our model
+# has a fast memory of $M$ numbers, where all computing happens, and a slow memory for everything else. We count each
+# number that moves between them.
 
 # %% [markdown]
 # ### Exercise 4-2 · Count what passes
@@ -630,9 +640,9 @@ checks.check_tiled_causal(tiled_traffic, seed=23)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Formulas are patient. `analysis.count` *runs* an algorithm on real numbers, in a memory that refuses more than $M$ numbers at a time
-# and counts whatever is loaded or stored. Your formula beside it, for the textbook, for version 1 (keys outside) and version 2
-# (queries outside):
+# Now test your formulas. `analysis.count` *runs* an algorithm on real numbers, in a memory that refuses more than $M$
+# numbers at a time, and counts everything that is loaded or stored. It is compared with your formula for the textbook,
+# for version 1 (keys outside) and for version 2 (queries outside):
 
 # %%
 own_textbook = checks.solution_or_reference(
@@ -669,12 +679,12 @@ except OutOfFastMemoryError as error:
 # %% [markdown]
 # ### The law
 #
-# Some texts say that FlashAttention needs $O(N)$ memory *accesses*. It is its extra memory that is $O(N)$. How do the accesses grow
-# with the length, the head dimension, and the fast memory? The last one first:
+# Some texts say that FlashAttention needs $O(N)$ memory *accesses*, but only its extra memory is $O(N)$. How do the
+# accesses grow with the length, the head dimension, and the fast memory? First the fast memory:
 #
 # ![Numbers moved for each entry of S against the size of the fast memory: both versions of FlashAttention fall in proportion, the textbook only up to a point.](../theory/figures/io-traffic.png)
 #
-# **Predict first**: the sequence gets twice as long, the memory stays.
+# **Predict first**: how much does the traffic grow if the sequence gets twice as long and the memory stays the same?
 
 # %%
 predicted_growth = None  # your guess: times as much traffic
@@ -709,21 +719,21 @@ growth = accesses("version2", 2**16, 64, 2**17) / accesses("version2", 2**15, 64
 checks.compare_prediction("Twice the length", predicted_growth, growth, "times")
 
 # %% [markdown]
-# So it is $N^2 d^2 / M$: theorem 2 of the FlashAttention paper. *Quadratic* in the length, as for the textbook; the gain is a constant
-# factor, and a large one: about $M / d^2$. (The powers are not whole numbers, because blocks are powers of two here, and because $Q$
-# and $O$ pass once whatever the tiles; theory chapter 4 has the derivation, with its constants.) Doubling `head_dim` costs four times
-# the traffic, so large heads gain least.
+# So the traffic is $N^2 d^2 / M$: theorem 2 of the FlashAttention paper. It is *quadratic* in the length, as for the
+# textbook. The gain is a large constant factor, about $M / d^2$. (The powers are not whole numbers, because blocks are
+# powers of two here, and because $Q$ and $O$ pass once for any tiles. Theory chapter 4 derives the law with its
+# constants.) Doubling `head_dim` costs four times the traffic, so large heads gain least.
 #
-# And version 2's order, queries outside, moves less than version 1's at the same $M$, each with its best blocks: $O$ stays in fast
-# memory until it is done. (In the counts above, the blocks of 16 by 32 favoured version 1.)
-# That was not even its main reason. Section 4.5 shows the other one.
+# Version 2 (queries outside) moves less than version 1 at the same $M$, each with its best blocks, because $O$ stays in
+# fast memory until it is done. (In the counts above, the blocks of 16 by 32 favoured version 1.) But this was not the
+# main reason for version 2: section 4.5 shows that one.
 #
 # ### What a GPU's counters see
 #
-# $M$ is the memory of *one* multiprocessor. On a GPU most of what passes that border comes from the L2 cache, 60 MiB on an H200, not
-# from HBM. NVIDIA's Nsight Compute counts bytes at the three borders of the drawing. Three shapes, three
-# kernels each (`python -m benchmarks traffic --three`, recorded). **Predict first**: by how many percent is the
-# count of the tiles' bytes off, at border 1, to the multiprocessors?
+# $M$ is the memory of *one* multiprocessor. On a GPU most of the data that enters it comes from the L2 cache (60 MiB on
+# an H200), not from HBM. NVIDIA's Nsight Compute counts bytes at the three borders of the drawing, here for three
+# shapes and three kernels each (`python -m benchmarks traffic --three`, recorded). **Predict first**: at border 1, to
+# the multiprocessors, by how many percent does the count of the tiles' bytes differ from the hardware's?
 
 # %%
 predicted_gap = None  # your guess, in percent
@@ -741,15 +751,15 @@ print(shapes.join(gigabytes.round(2)).to_string(index=False))
 # %% [markdown]
 # ![Bytes of three kernels at three borders, counted and read by Nsight Compute: equal at the multiprocessors, less at L2, far less at the memory.](../theory/figures/io-borders.png)
 #
-# The count is exact to the byte. What the theorem speaks of, and what you counted by hand, is what the hardware moves. Behind that
-# border it gets less, as a rule: requests for the same block are joined on their way to L2 (with `head_dim` 64 the backward pass has
-# 6% *more* there, and we do not know why). HBM gives each tensor about once, at most 1.28 times here (with grouped heads), since K and
-# V of the heads at work fit into L2. That is why the roofline of section 4.2, with each tensor once, is the right one for HBM. The
-# theorem counts the border in front of it.
+# The count is exact to the byte: the hardware moves what the theorem describes and what you counted by hand. Less data
+# usually crosses the next border, because requests for the same block are joined on their way to L2. (With `head_dim`
+# 64 the backward pass has 6% *more* there, and we do not know why.) HBM delivers each tensor about once, at most 1.28
+# times here (with grouped heads), because K and V of the active heads fit into L2. So the roofline of section 4.2, with
+# each tensor once, is right for HBM. The theorem counts the border in front of it.
 #
 # ### The largest tensor
 #
-# One question about any program costs a single call: which is the largest tensor that it makes?
+# You can ask one question of any program with a single call: which is the largest tensor that it makes?
 
 # %%
 here = [one.name for one in available_backends(q, k, v) if one.runs]
@@ -764,14 +774,16 @@ for name, program in programs.items():
     print(f"{name:14} {seen.nbytes / 2**20:6.1f} MiB, shape {tuple(seen.shape)}, by {seen.op}")
 
 # %% [markdown]
-# For textbook attention it is $N \times N$ for each head. FlashAttention has nothing larger than its output, or than a tile of all
-# heads (`flash_torch`, in plain PyTorch). Such a count cannot be fooled by an allocator or a cache: the tests of this lab use it.
+# For textbook attention it is $N \times N$ for each head. FlashAttention has nothing larger than its output, or than a
+# tile of all heads (`flash_torch`, in plain PyTorch). No allocator or cache can distort this count, so the lab's tests
+# use it.
 #
 # ### Tiles to play with
 #
-# Which tiles are best? One head of 4,096 tokens and $d = 64$ in bfloat16, and the shared memory of an H100's or H200's
-# multiprocessor, 228 KiB (a single program may take 227 of them; the controls below offer that). As in the papers, $B_r$ is `block_q`
-# and $B_c$ is `block_k`. **Predict first**: which $B_r$ and $B_c$ (powers of two) move least?
+# Which tiles are best? Take one head of 4,096 tokens with $d = 64$ in bfloat16, and the shared memory of an H100's or
+# H200's multiprocessor: 228 KiB, of which a single program may use 227 (the controls below offer 227). As in the
+# papers, $B_r$ is `block_q` and $B_c$ is `block_k`. **Predict first**: which $B_r$ and $B_c$ (powers of two) move
+# least?
 
 # %%
 predicted_blocks = None  # your guess, (Br, Bc)
@@ -788,12 +800,12 @@ plotting.plot_tile_choices(tiles)
 tile_explorer(seqlen=4096, head_dim=64)
 
 # %% [markdown]
-# The controls need a running notebook; the picture above is one setting of them. In this count, the block that stays ($B_r$ in
-# version 2) should be as large as fits, and the other may be as small as you like. Why do real kernels take 64 or 128 by 64 or 128?
-# The accumulator lies in *registers*: 512 rows of 64 float32 numbers are half of all that a multiprocessor has. Tensor cores multiply at
-# least 16 columns
-# at a time, and are fed well only with more. Several blocks of K and V must be on their way at once. And few large programs leave
-# multiprocessors idle. Traffic is one of several costs, and with an L2 cache in between not the highest. So kernels are *tuned*:
+# The controls need a running notebook; the picture above is one setting of them. In this count, the block that stays
+# ($B_r$ in version 2) should be as large as fits, and the other may be small. Real kernels use 64 or 128 by 64 or 128,
+# for several reasons. The accumulator is in *registers*: 512 rows of 64 float32 numbers take half of a multiprocessor's
+# registers. Tensor cores multiply at least 16 columns at a time, and need more to be busy. Several blocks of K and V
+# must be loading at the same time. And a small number of large programs leaves multiprocessors idle. Traffic is only
+# one cost, and with an L2 cache not the highest. So kernels are *tuned*:
 
 # %%
 tuned = load_run("tune-forward-h200").query("seqlen == 4096 and head_dim == 64 and not causal")
@@ -803,16 +815,18 @@ tuned = tuned.sort_values("median_ms")[
 print(pd.concat([tuned.head(4), tuned.tail(3)]).round(3).to_string(index=False))
 
 # %% [markdown]
-# These are the fastest four and the slowest three of 27 tilings: the lab's plain Triton kernel on an H200, always the same algorithm
-# (`python -m benchmarks tune`). *warps* are groups of 32 threads of a program; *stages*, how many blocks of K and V are loaded ahead.
+# These are the fastest four and the slowest three of 27 tilings of one algorithm: the lab's plain Triton kernel on an
+# H200 (`python -m benchmarks tune`). *warps* are groups of 32 threads of a program; *stages* is the number of blocks of
+# K and V that are loaded ahead.
 #
 # ## 4.4 · The kernel
 #
 # *Core · 65 minutes*
 #
-# Time to write one. In Triton you write what *one program* does with its block of numbers; `tl.program_id` says which block is its own.
-# `tl.load` and `tl.store` move blocks between memory and registers. First the smallest kernel there is: it doubles a vector.
-# Where there is no GPU, Triton's interpreter runs the same code with NumPy: slowly, and it can be debugged like any Python.
+# Now write a kernel. In Triton you write what *one program* does with its block of numbers. `tl.program_id` gives the
+# program's block; `tl.load` and `tl.store` move blocks between memory and registers. The smallest example doubles a
+# vector. Without a GPU, Triton's interpreter runs the same code with NumPy: it is slow, but you can debug it like any
+# Python.
 
 # %%
 try:
@@ -834,7 +848,7 @@ def double_kernel(X, OUT, n, BLOCK: tl.constexpr):
     """One program doubles one block. X and OUT point to the first element."""
     first = tl.program_id(0) * BLOCK  # this program's block begins here
     places = first + tl.arange(0, BLOCK)
-    exist = places < n  # the last block may reach behind the end
+    exist = places < n  # the last block may reach beyond the end
     numbers = tl.load(X + places, mask=exist)
     tl.store(OUT + places, 2 * numbers, mask=exist)
 
@@ -850,15 +864,15 @@ if can_run:
 # ### Exercise 4-3 · A FlashAttention kernel, in four steps
 # ●●● · 60 minutes · 10 points
 #
-# You write four kernels; each one prepares the next. Each comes with a *launcher*, a Python function that takes and returns tensors. A
-# kernel writes wherever its pointers point: a store without a mask destroys what lies behind the tensor, and may kill Python. So the
-# launchers leave some room there (`guarded_zeros`), and look at it afterwards.
+# You write four kernels; each prepares the next. Each comes with a *launcher*, a Python function that takes and returns
+# tensors. A kernel writes wherever its pointers point: a store without a mask overwrites what comes after the tensor
+# and may crash Python. So the launchers leave some room there (`guarded_zeros`) and check it afterwards.
 #
 # #### Step 1 · Add two vectors · 5 minutes, 1 point
 #
 # ![Ten numbers in memory and three programs of four lanes: two lanes of the last program lie beyond the end, and the mask is False there.](../theory/figures/triton-programs.png)
 #
-# Complete the kernel; its launcher is there.
+# Complete the kernel; its launcher is given.
 
 
 # %% nbgrader={"grade": false, "grade_id": "ex-4-3-add", "locked": false, "schema_version": 3, "solution": true, "task": false}
@@ -891,9 +905,9 @@ checks.check_triton_add(add, seed=33)
 # %% [markdown]
 # #### Step 2 · Softmax of rows · 12 minutes, 1 point
 #
-# One program computes one row of `X`, in blocks of columns, because a row may be longer than a
-# block. It runs over the row twice: the first time for the maximum `m` and the sum `l`, as in exercise 1-3; the second time to store
-# $e^{x - m} / l$. Row `i` begins at `X + i * stride_x`, and at `OUT + i * stride_out`.
+# One program computes one row of `X`, in blocks of columns, because a row may be longer than a block. It goes over the
+# row twice: first for the maximum `m` and the sum `l`, as in exercise 1-3, then to store $e^{x - m} / l$. Row `i`
+# begins at `X + i * stride_x`, and at `OUT + i * stride_out`.
 #
 # You also have `tl.max(x, 0)` and `tl.sum(x, 0)` of a block, `tl.maximum(a, b)`, `tl.exp(x)`, and loops over `tl.range(0, n, BLOCK)`.
 # `tl.load(..., mask=inside, other=7.0)` gives 7 where the mask is false. `tl.arange` takes constants only: write `first + tl.arange(0, BLOCK)`.
@@ -901,7 +915,7 @@ checks.check_triton_add(add, seed=33)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# What should a lane behind the row's end hold, so that it changes neither maximum nor sum?
+# What should a lane beyond the row's end hold, so that it changes neither maximum nor sum?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -954,8 +968,8 @@ checks.check_triton_softmax(row_softmax, seed=34)
 # %% [markdown]
 # #### Step 3 · The heart · 13 minutes, 4 points
 #
-# The softmax of step 2 stores N numbers a row. FlashAttention stores none of them: it takes each tile
-# of scores into a running output at once.
+# The softmax of step 2 stores N numbers a row. FlashAttention stores none of them: it adds each tile of scores to a
+# running output.
 #
 # Write `update(m, l, acc, scores, v) -> (m, l, acc)`, which is called once for each tile of keys.
 #
@@ -1142,8 +1156,9 @@ checks.check_triton_flash_skips(my_triton_flash, seed=37)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# That is FlashAttention, from the pointers up. Yours and the lab's on real inputs, beside the oracle in float64, and timed. (On a CPU the
-# time is the interpreter's, and says nothing about a GPU. float16 itself rounds numbers near 1 by up to 5e-04.)
+# That is a complete FlashAttention forward. The table shows your kernel and the lab's on real inputs, compared with the
+# oracle in float64, and timed. (On a CPU this is the interpreter's time, which says nothing about a GPU. float16 itself
+# rounds numbers near 1 by up to 5e-04.)
 
 # %%
 from labsupport.attention import oracle_attention
@@ -1176,7 +1191,7 @@ else:
     print("The kernel cannot run here:", mode.missing())
 
 # %% [markdown]
-# A correct kernel is not yet a fast one. What decides about speed:
+# A correct kernel is not yet a fast one. Speed depends on:
 #
 # - *tiles*, warps and stages: a factor of 1.8 between the best and the worst, above;
 # - *resources*: `python -m benchmarks resources --capability 90 --head-dim 64 --kernel forward` compiles for a
@@ -1187,8 +1202,9 @@ else:
 #
 # ![Three timelines of the same work. In order, tensor cores wait during each softmax and are busy 59% of the time. Pipelined within one group, 84%. With two groups that take turns, 100%](../theory/figures/versions-overlap.png)
 #
-# How far does that carry? Forward, head_dim 128, no mask, 16,384 tokens a call, TFLOP/s of the kernels alone, each measured for a
-# second (`gluon-peers-h200`). A large matrix product, measured in the same way, reaches 757 (`data/runs/gluon-notes.md`).
+# How fast are the results? The plot shows the forward, head_dim 128, no mask, 16,384 tokens a call, in TFLOP/s of the
+# kernels alone, each measured for a second (`gluon-peers-h200`). A large matrix product, measured in the same way,
+# reaches 757 (`data/runs/gluon-notes.md`).
 
 # %%
 kernels = load_run("gluon-peers-h200")
