@@ -1156,9 +1156,9 @@ checks.check_triton_flash_skips(my_triton_flash, seed=37)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# That is a complete FlashAttention forward. The table shows your kernel and the lab's on real inputs, compared with the
-# oracle in float64, and timed. (On a CPU this is the interpreter's time, which says nothing about a GPU. float16 itself
-# rounds numbers near 1 by up to 5e-04.)
+# That is a complete FlashAttention forward. Your kernel and the lab's run on real inputs, are compared with the oracle
+# in float64, and timed. (On a CPU this is the interpreter's time, which says nothing about a GPU. float16 itself rounds
+# numbers near 1 by up to 5e-04.)
 
 # %%
 from labsupport.attention import oracle_attention
@@ -1202,9 +1202,9 @@ else:
 #
 # ![Three timelines of the same work. In order, tensor cores wait during each softmax and are busy 59% of the time. Pipelined within one group, 84%. With two groups that take turns, 100%](../theory/figures/versions-overlap.png)
 #
-# How fast are the results? The plot shows the forward, head_dim 128, no mask, 16,384 tokens a call, in TFLOP/s of the
-# kernels alone, each measured for a second (`gluon-peers-h200`). A large matrix product, measured in the same way,
-# reaches 757 (`data/runs/gluon-notes.md`).
+# How fast can it get? Forward, head_dim 128, no mask, 16,384 tokens a call, in TFLOP/s of the kernels alone, each
+# measured for a second (`gluon-peers-h200`). A large matrix product, measured in the same way, reaches 757
+# (`data/runs/gluon-notes.md`).
 
 # %%
 kernels = load_run("gluon-peers-h200")
@@ -1221,19 +1221,20 @@ for ours in ("flash_triton", "flash_gluon"):
     print(geometric_means(compare_with_peers(kernels, ours)).round(2).to_string(index=False))
 
 # %% [markdown]
-# How many times as fast the lab's kernels are as each other implementation: the geometric mean over all shapes of that run, and the
-# smallest ratio. The Triton kernel is faster than PyTorch's FlashAttention-2 and FlexAttention, and slower than cuDNN and
-# FlashAttention-4: those overlap softmax and tensor cores, and Triton gives you no way to say so. `flash_gluon` does. It is the lab's
-# kernel in Gluon, the language below Triton, where groups of warps have different jobs. Chapter 5, "From Triton to Gluon", builds it
-# in four steps. All of them compute the same, and all of them have those few lines at their heart.
+# These are the speeds of the lab's kernels relative to each other implementation: the geometric mean over all shapes of
+# that run, and the smallest ratio. The Triton kernel is faster than PyTorch's FlashAttention-2 and FlexAttention, and
+# slower than cuDNN and FlashAttention-4. Those two overlap softmax and tensor cores, which Triton cannot express.
+# `flash_gluon` does: it is the lab's kernel in Gluon, the language below Triton, where groups of warps have different
+# jobs. Chapter 5, "From Triton to Gluon", builds it in four steps. All these kernels compute the same with the same few
+# lines.
 #
 # ## 4.5 · Batch, length, heads
 #
-# *Further (optional).* How does time grow? FLOPs are proportional to batch, to heads, and to $N^2$. So would be the time, if FLOPs
-# were all.
+# *Further (optional).* How does time grow? FLOPs are proportional to batch, to heads, and to $N^2$. If only FLOPs took
+# time, time would be too.
 #
-# **Predict first**: how many times as long does FlashAttention take for 16 times as many *tokens in one sequence*, and for 16 times
-# the *batch*?
+# **Predict first**: how many times as long does FlashAttention take for 16 times as many *tokens in one sequence*, and
+# for 16 times the *batch*?
 
 # %%
 predicted_length_factor = None  # your guess for the length
@@ -1287,12 +1288,13 @@ both["tokens x heads"] = both.batch * both.heads * both.seqlen
 both[["seqlen", "batch", "heads", "median_ms", "tflops"]].round(4)
 
 # %% [markdown]
-# To a kernel, batch and heads are alike: independent pieces. Once the device is full, twice as many take about twice the time. With
-# fewer, a device has idle units, and twice as many cost less than twice; when they no longer fit into a cache, more. The length
-# counts twice. (Calls of less than a millisecond scatter: on a busy machine, look at the long ones.)
+# To a kernel, batch and heads are the same: independent work. Once the device is full, twice as much takes about twice
+# the time. Before that it takes less than twice, because idle units join in; when the data no longer fits into a cache,
+# it takes more. Time grows with the length squared. (Calls of less than a millisecond vary: on a busy machine, look at
+# the long ones.)
 #
-# **"Flash is always faster."** Compare like with like: the same dtype. In bfloat16 on one thread of a server's CPU (`calibration-cpu`),
-# and in float32; how many times as fast as the textbook is FlashAttention?
+# **"Flash is always faster."** Compare calls in the same dtype. How many times as fast as the textbook is
+# FlashAttention on one thread of a server's CPU (`calibration-cpu`), in bfloat16 and in float32?
 
 # %%
 cpu = load_run("calibration-cpu")
@@ -1310,8 +1312,8 @@ faster = speedup(plain[plain.backend.isin(["standard", "sdpa_flash"])]).query(
 faster.pivot(index="dtype", columns="seqlen", values="speedup").round(2)
 
 # %% [markdown]
-# Below 1 the textbook wins. Its matrix products are the most polished code of all, and while $S$ fits into a cache, there is nothing
-# to save. FlashAttention's *memory* is smaller at any length.
+# Below 1 the textbook is faster. Its matrix products are highly optimised, and while $S$ fits into a cache, there is
+# nothing to save. FlashAttention needs less *memory* at any length.
 #
 # ### The same on an H200, recorded
 #
@@ -1335,10 +1337,11 @@ plotting.plot_time(
 )
 
 # %% [markdown]
-# `flash_torch` is FlashAttention, too, written in PyTorch: each tile is a few kernels, launched from Python. It saves all the memory,
-# and is slower than the textbook. An algorithm is not a speed.
+# `flash_torch` is also FlashAttention, written in PyTorch: each tile is a few kernels, launched from Python. It saves
+# all the memory, but is slower than the textbook. The algorithm alone does not decide the speed.
 #
-# **Starting up.** The kernels' own time beside that of the call from Python, 512 tokens a sequence, 16,384 in all (`peers-h200`):
+# **Starting up.** The kernels' own time compared with that of the call from Python, 512 tokens a sequence, 16,384 in
+# all (`peers-h200`):
 
 # %%
 peers = load_run("peers-h200")
@@ -1347,13 +1350,14 @@ starts = starts.set_index(["direction", "backend"])[["median_ms", "call_ms"]]
 starts.assign(share=starts.median_ms / starts.call_ms).round(3)
 
 # %% [markdown]
-# Up to half of a call is waiting for Python. Larger batches, CUDA graphs (many launches recorded, and replayed as one) and
-# `torch.compile` help; a faster kernel does not.
+# Up to half of a call is spent waiting for Python. Larger batches, CUDA graphs (many launches recorded, and replayed as
+# one) and `torch.compile` help; a faster kernel does not.
 #
-# **Enough programs?** An H200 has 132 multiprocessors. FlashAttention's first version starts one program for each head of each
-# sequence; the second one for each block of 128 queries, too. What if there are few heads? 16,384 tokens in all, head_dim 64, no mask
-# (`loop-orders-h200`). Two things differ between the versions: the loop order, and the tiles. `same_tiles_ms` is version 2 with
-# version 1's small tiles, so that `order` is what the loop order alone brings, and `tiles` what larger tiles bring:
+# **Enough programs?** An H200 has 132 multiprocessors. FlashAttention's first version starts one program for each head
+# of each sequence. The second one starts a program for each block of 128 queries of each head. What happens if there
+# are few heads? 16,384 tokens in all, head_dim 64, no mask (`loop-orders-h200`). The versions differ in two ways: the
+# loop order and the tiles. `same_tiles_ms` is version 2 with version 1's small tiles, so `order` is the gain from the
+# loop order alone, and `tiles` the gain from larger tiles:
 
 # %%
 orders = load_run("loop-orders-h200").query("head_dim == 64 and not causal")
@@ -1365,25 +1369,28 @@ orders[[*names, "version2_ms", "order", "tiles"]].round(2)
 
 
 # %% [markdown]
-# Version 1, from 1 to 16 programs: 16 times the work takes nearly the same time, because 15 more multiprocessors join in, and 116
-# still idle. *That* is why version 2 turned the loops round. With 16 programs the order brings a factor of 19: idle multiprocessors explain
-# 132 / 16 = 8 of it, and the lone program's waiting the rest. With 128 programs hardly any multiprocessor idles, and the order alone
-# brings 2, about what the paper gains over its own, tuned version 1 ([chapter 5](../theory/05-from-v1-to-v4.md)). Large tiles bring
-# another 3.5 to 4.5: a comparison of whole programs, 9 to 779 here, would credit the loop order with that, too.
+# From 1 to 16 programs, version 1 takes nearly the same time for 16 times the work: 15 more multiprocessors join in,
+# and 116 are still idle. *This* is why version 2 swapped the loops. With 16 programs the order gains a factor of 19:
+# idle multiprocessors explain 132 / 16 = 8 of it, and the time that a lone program spends waiting explains the rest.
+# With 128 programs hardly any multiprocessor is idle, and the order alone gains 2, about what the paper gains over its
+# own, tuned version 1 ([chapter 5](../theory/05-from-v1-to-v4.md)). Large tiles gain another 3.5 to 4.5. If you
+# compared whole programs (9 to 779 here), you would credit the loop order with that too.
 #
-# And version 2: from 128 to 256 programs the work doubles, the time grows by half: 128 programs leave four multiprocessors idle, and
-# each of the others with one program, where two could hide each other's waiting. From 256 to 512 it doubles. Such steps are called *wave quantisation*: programs start in *waves*, as many as fit at a time, and the last
-# wave costs as much as a full one.
+# In version 2, from 128 to 256 programs, the work doubles but the time grows by half. With 128 programs, four
+# multiprocessors are idle. Each of the others runs one program, although two could use each other's waiting time. From
+# 256 to 512 programs the time doubles. Such steps are called *wave quantisation*: programs start in *waves*, as many as
+# fit at a time, and the last wave costs as much as a full one.
 #
 # ![Left, by formula: the share of slots at work is a saw-tooth that falls to a half after the first wave, and by less and less after later ones. Right: recorded times of a kernel with 128, 256, 512 and 1024 programs lie on staircases of 132 programs a step for head_dim 128 and of 264 for head_dim 64; with 128 programs head_dim 64 lies below its first step](../theory/figures/performance-waves.png)
 #
 # ## 4.6 · Can it be predicted?
 #
-# *Further (optional).* A model of two numbers: what a call costs to start, and the rate at which it then works.
+# *Further (optional).* A simple model has two numbers: the time to start a call, and the rate at which it then works.
 #
 # $$t = t_0 + \frac{\text{FLOPs}}{\text{rate}}$$
 #
-# It is good if it predicts shapes that it *has not seen*. So some rows are put aside, *held out*, before anything is fitted.
+# A model is good if it predicts shapes that it *has not seen*. So some rows are *held out*: they are not used for the
+# fit.
 
 # %% [markdown]
 # ### Exercise 4-4 · Two numbers that predict
@@ -1470,12 +1477,12 @@ checks.check_held_out(held_out_error, seed=43)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# On recorded runs. The package's own predictor (`labsupport.analysis.predictor`) is fitted to the same rows as yours, and tested on
-# the same rows: of `attention-h200` the lengths 512, 4,096 and 16,384 are fitted, the three between them held out. It counts more than
-# FLOPs: tiles, exponentials, bytes, and what a causal mask costs along its diagonal; and one fit serves both masks. Forward only,
-# errors in percent.
+# Now use it on recorded runs. The package's own predictor (`labsupport.analysis.predictor`) is fitted and tested on the
+# same rows as yours: of `attention-h200` the lengths 512, 4,096 and 16,384 are fitted, the three between them held out.
+# It counts more than FLOPs: tiles, exponentials, bytes, and the cost of a causal mask along its diagonal. One fit
+# serves both masks. Forward only, errors in percent.
 #
-# **Predict first**: the error of your two numbers for cuDNN, without a mask.
+# **Predict first**: how large is the error of your two numbers for cuDNN, without a mask?
 
 # %%
 predicted_error = None  # your guess, in percent
@@ -1510,10 +1517,11 @@ print(found.round(1).to_string(index=False))
 # %% [markdown]
 # ![Predicted over measured times of held-out shapes in two recorded runs: most points lie within a few percent of 1, the outliers are short calls.](../theory/figures/performance-predicted.png)
 #
-# (The package, on two whole runs.) Without a mask, two numbers hit cuDNN's times to about one percent, which is better than the package's one fit for everything. With a
-# causal mask they are several times as wrong. Why? A tile on the diagonal is computed whole, and half of it is thrown away; besides,
-# it must be masked. There are $N / B$ such tiles, so this costs in proportion to $N$: neither a start, which is always the same, nor
-# $N^2$. Let us test the explanation: count the FLOPs of the tiles that are computed, instead of visible pairs.
+# (The plot shows the package's predictor on two whole runs.) Without a mask, two numbers predict cuDNN's times within
+# about one percent, which is better than the package's one fit for everything. With a causal mask the error is several
+# times as large. Why? A tile on the diagonal is computed whole, masked, and half of it is thrown away. There are
+# $N / B$ such tiles, so this cost is proportional to $N$. It is neither a start, which is always the same, nor $N^2$.
+# Test this explanation: count the FLOPs of the tiles that are computed, instead of visible pairs.
 
 # %% tags=["nbval-check-output"]
 from labsupport.analysis.traffic import Sizes
@@ -1527,10 +1535,11 @@ for tile in (1, 64, 128, 256):
     print(f"tiles of {tile:3} x {tile:3}: {error:.1%} off")
 
 # %% [markdown]
-# Tiles explain a part of the error, so something else along the diagonal costs time, too. The package has a term for it. A model can
-# also be right for the wrong reason, on rows that are too much alike: in a run where batch times length is always the same, the diagonal
-# costs the same in every row, and hides in the start ([chapter 8](../theory/08-performance-model.md#how-good-is-it) tests other runs,
-# and a CPU). One prediction in full, with its interval and its reasons:
+# Tiles explain only part of the error, so something else along the diagonal costs time too. The package has a term for
+# it. A model can also look right when its test rows are too similar. If batch times length is the same in every row,
+# the diagonal costs the same in every row and cannot be separated from the start ([chapter
+# 8](../theory/08-performance-model.md#how-good-is-it) tests other runs, and a CPU). Here is one full prediction, with
+# its interval and its reasons:
 
 # %%
 asked = Case("sdpa_cudnn", 6144, batch=4, heads=16, dtype="bfloat16", causal=True)
@@ -1539,8 +1548,9 @@ print(analysis.predict(asked, model))
 # %% [markdown]
 # ## 4.7 · Other hardware
 #
-# *Further (optional).* What would another GPU do? The specifications (`data/hardware.csv`, each row with its source), and from them
-# the ridge in half precision. A case of lower intensity is bound by memory there:
+# *Further (optional).* How fast would another GPU be? The table shows specifications (`data/hardware.csv`, each row
+# with its source) and the ridge in half precision that follows from them. A case of lower intensity is bound by memory
+# on that GPU:
 
 # %%
 from labsupport.profiling import hardware_table
@@ -1560,14 +1570,15 @@ print(f"ridge of this device, {name_of_dtype}, measured: {ridge:.0f} FLOPs a byt
 pd.DataFrame(table).round().astype(int)
 
 # %% [markdown]
-# From V100 to B200 the ridge has doubled: arithmetic grew faster than bandwidth, and more cases fall on the memory's side. (An H200 is
-# an H100 with faster memory, so its ridge is lower again; the L4 has much arithmetic beside a narrow memory.) Your own device's ridge
-# stands above the table: a processor's ridge is far lower, so there nearly all of attention is bound by arithmetic.
+# From V100 to B200 the ridge has doubled: arithmetic grew faster than bandwidth, so more cases are bound by memory. (An
+# H200 is an H100 with faster memory, so its ridge is lower again; the L4 has much arithmetic and little bandwidth.)
+# Your own device's ridge is printed above the table. A CPU's ridge is far lower, so nearly all of attention is bound by
+# arithmetic there.
 #
-# `transfer` carries a calibrated model to a GPU that nobody measured, *from its specification alone*: its ceilings are assumed to be
-# reached to the same share, by the same program. The intervals are wide, and wider for another generation, because the second
-# assumption is the weaker one: FlashAttention-2 reaches up to 73% of an A100's peak, and 35% of an H100's (abstracts of the papers of
-# versions 2 and 3).
+# `transfer` applies a calibrated model to a GPU that nobody measured, *from its specification alone*. It assumes that
+# the same program reaches the same share of that GPU's ceilings. The intervals are wide, and wider for another
+# generation, because there the assumption is weaker: FlashAttention-2 reaches up to 73% of an A100's peak, and 35% of
+# an H100's (abstracts of the papers of versions 2 and 3).
 
 # %%
 from labsupport.profiling.hardware import read_specs
@@ -1598,13 +1609,14 @@ plotting.plot_predictions(
 
 
 # %% [markdown]
-# A line is a promise that you can test: run `labsupport bench --seqlen 8192 --batch 4 --nheads 16 --headdim 64 --causal` on such a GPU.
-# A V100 or T4 has no bfloat16 tensor cores, and no FlashAttention-2: there SDPA's memory-efficient kernel is the one, in float16.
+# You can test each line: run `labsupport bench --seqlen 8192 --batch 4 --nheads 16 --headdim 64 --causal` on that GPU.
+# A V100 or T4 has no bfloat16 tensor cores and no FlashAttention-2: use SDPA's memory-efficient kernel there, in
+# float16.
 #
 # ## 4.8 · Which one to take
 #
-# *Core.* All that ends in a decision. Somebody brings a workload, a limit of memory and a dtype; you have a table of times, some
-# measured, some predicted.
+# *Core.* Now use all this to decide. You get a workload, a memory limit, a dtype, and a table of times, some measured,
+# some predicted.
 
 # %% [markdown]
 # ### Exercise 4-5 · Choose
@@ -1620,7 +1632,7 @@ plotting.plot_predictions(
 # 2. Only rows with status `"ok"` and `peak_memory_bytes <= memory_bytes` are left.
 # 3. Times up to 5% above the fastest of those that are left are a *tie*: the one with the least memory wins.
 #
-# The backend's name comes back; `None` if nothing is left.
+# Return the backend's name, or `None` if nothing is left.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1678,7 +1690,7 @@ checks.check_choice_sources(choose, seed=53)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# An H200, batch 4, 16 heads of 64, no mask, forward. Of some lengths there are measurements, of others predictions only. **Predict
+# An H200, batch 4, 16 heads of 64, no mask, forward. Some lengths were measured, others are only predicted. **Predict
 # first**: which backend for 512 tokens, which for 16,384?
 
 # %%
@@ -1720,12 +1732,12 @@ for n, limit in (
 # %% [markdown]
 # ![Time of each implementation over the fastest one, by length, on an H200: from 2K tokens on fa4 and cuDNN lead; below, the cost of a call from Python decides.](../theory/figures/field-choice.png)
 #
-# Compare with your guess. At 16,384 tokens even the output has 128 MiB: nothing fits into 64. And look at 1,536: the prediction
-# prefers FlashAttention-4, although cuDNN was faster when 1,024 and 2,048 were measured. The difference is smaller than what such
-# predictions are off by (section 4.6).
+# Compare with your guess. At 16,384 tokens the output alone has 128 MiB, so nothing fits into 64. At 1,536 the
+# prediction prefers FlashAttention-4, although cuDNN was faster in the measurements at 1,024 and 2,048. The difference
+# is smaller than the error of such predictions (section 4.6).
 #
-# `labsupport.analysis.recommend` does the same from a model, with its reasons. It also says which candidates are too close to be told
-# apart by prediction: those, measure.
+# `labsupport.analysis.recommend` does the same from a model, and gives its reasons. It also lists the candidates that a
+# prediction cannot distinguish: measure those.
 
 # %%
 from labsupport.analysis.recommend import recommend
@@ -1738,7 +1750,8 @@ print(recommend(workload, model))
 # %% [markdown]
 # ### The guide
 #
-# *Which* implementation? The first yes decides ([chapter 10](../theory/10-field-guide.md#choose) has the reasons):
+# *Which* implementation? Take the first row that you answer with yes ([chapter 10](../theory/10-field-guide.md#choose)
+# has the reasons):
 #
 # ![Eleven questions from the top, the first yes decides: no GPU, an AMD GPU, old GPU, float32, a mask of your own, ALiBi, window, packed documents, dropout, decoding, Hopper or Blackwell; at the bottom remains sdpa_flash or fa2](../theory/figures/field-decision.png)
 #
@@ -1781,7 +1794,7 @@ decoded["% of a copy's bandwidth"] = (100 * decoded.of_copy).round().astype(int)
 print(decoded.pivot(index="implementation", columns="keys", values="% of a copy's bandwidth"))
 
 # %% [markdown]
-# **The usual traps**, all of which you have met:
+# **The usual traps**; you have met all of them:
 #
 # - timing without `synchronize`, or with the first call in it (4.1);
 # - comparing dtypes instead of algorithms, or a mask with no mask (4.5);
@@ -1794,21 +1807,21 @@ print(decoded.pivot(index="implementation", columns="keys", values="% of a copy'
 # %% [markdown]
 # ## 4.9 · A fault to find
 #
-# *Further (optional), 12 minutes.* A colleague times calls on a GPU that find an empty cache, as a new request would: before each call a
-# "refill" kernel overwrites the cache. The results are odd: "Our new kernel is four times as fast by NVIDIA's counters, and my
-# benchmark says not even twice."
+# *Further (optional), 12 minutes.* A colleague times calls on a GPU with an empty cache, as a new request would find
+# it: before each call a "refill" kernel overwrites the cache. The results are odd: "Our new kernel is four times as
+# fast by NVIDIA's counters, and my benchmark says not even twice."
 #
-# So that everybody has such a GPU, and a quiet one, it is a virtual one here. `checks.VirtualGpu` follows the rules of a real one with a
-# virtual clock: `launch` queues a kernel and returns after 0.01 ms, `synchronize` waits for all that was queued, `now` reads the
-# program's clock. The first call is compiled, and a call that finds its data in the cache takes half as long.
+# You use a virtual GPU here, so no real one is needed. `checks.VirtualGpu` follows a real one's rules with a virtual
+# clock: `launch` queues a kernel and returns after 0.01 ms, `synchronize` waits for everything in the queue, `now`
+# reads the program's clock. The first call is compiled. A call that finds its data in the cache takes half as long.
 #
 # ### Exercise 4-6 · Find the fault
 # ●●○ · 10 minutes · 0 points (optional)
 #
-# The next cell begins with the colleague's program. Run the table after it *first*: it shows for some calls how long the GPU works on one,
-# which is known here, and what the program measures, in 9 and in 99 repeats (what happens
-# once, such as compiling, would count for less in 99). Then name the cause, and repair the program: `find_fault` returns
-# the letter and a `median_ms` that is at most 0.01 ms (the launch) more than the call's work. (One line is enough.) The options:
+# The next cell begins with the colleague's program. Run the table after it *first*. For some calls it shows the GPU's
+# true work time and the time that the program measures, with 9 and with 99 repeats (one-time costs such as compiling
+# would count for less with 99). Then name the cause and repair the program: `find_fault` returns the letter and a
+# `median_ms` that is at most 0.01 ms (the launch) more than the call's work. (One line is enough.) The options:
 #
 # | | the cause |
 # | --- | --- |
@@ -1901,10 +1914,10 @@ checks.check_clock(after_repair, seed=46)
 # %% [markdown]
 # ## 4.10 · FlashAttention-4: fewer exponentials, fewer rescalings
 #
-# *Further (optional), 30 minutes.* On a B200 a multiprocessor does 8,192 FLOPs in a cycle, and 16 exponentials. At `head_dim` 128 an
-# entry of a tile needs 512 FLOPs and one exponential, so both take equally long ([chapter
-# 5](../theory/05-from-v1-to-v4.md#version-4-fewer-exponentials-fewer-rescalings)). FlashAttention-4 computes some exponentials on the units for
-# ordinary arithmetic, and leaves out most multiplications of $O$.
+# *Further (optional), 30 minutes.* On a B200 a multiprocessor does 8,192 FLOPs in a cycle, and 16 exponentials. At
+# `head_dim` 128 an entry of a tile needs 512 FLOPs and one exponential, so both take equally long ([chapter
+# 5](../theory/05-from-v1-to-v4.md#version-4-fewer-exponentials-fewer-rescalings)). FlashAttention-4 computes some
+# exponentials on the units for ordinary arithmetic, and skips most multiplications of $O$.
 #
 # **A power of two without an exponential.** $2^{-2.75} = 2^{-3} \cdot 2^{0.25}$: a whole power, and a fraction $f$ from 0 to 1. Look at the
 # bits of float32 numbers (sign, exponent, significand) that differ by a whole power:
@@ -1916,8 +1929,9 @@ for number in (2**0.25, 2**1.25, 2**-2.75):
 
 
 # %% [markdown]
-# The significand stays, the exponent moves by the whole power. It begins at bit 23: adding $n$ there multiplies by $2^n$. Only $2^f$ is
-# left, and a polynomial is near enough. This one is exact at `degree + 1` places, Chebyshev's nodes:
+# The significand stays the same, and the exponent changes by the whole power. The exponent begins at bit 23, so adding
+# $n$ there multiplies by $2^n$. Only $2^f$ is left, and a polynomial approximates it. This one is exact at `degree + 1`
+# places, Chebyshev's nodes:
 
 
 # %%
@@ -1929,8 +1943,8 @@ def exp2_polynomial(degree):
 
 
 # %% [markdown]
-# **Predict first**: the weights $P$ are rounded to bfloat16 (an error of up to $2^{-8}$) before they meet $V$. Which degree has an error below
-# that, and which one is below the rounding of float32, $2^{-24}$?
+# **Predict first**: the weights $P$ are rounded to bfloat16 (an error of up to $2^{-8}$) before they are multiplied by
+# $V$. Which degree has an error below that, and which one is below the rounding of float32, $2^{-24}$?
 
 # %%
 predicted_degrees = None  # your guess, two integers
@@ -2015,7 +2029,8 @@ checks.check_smallest_degree(smallest_degree, seed=72)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Your exponential in a softmax: 256 queries, 1,024 keys, and $P$ rounded to bfloat16. How far is the output off, for each degree?
+# Now use your exponential in a softmax with 256 queries and 1,024 keys, where $P$ is rounded to bfloat16. How large is
+# the output's error for each degree?
 
 # %% tags=["nbval-check-output"]
 own_exp2 = checks.solution_or_reference(exp2_by_bits, checks.exp2_by_bits, checks.check_exp2_bits)
@@ -2039,19 +2054,20 @@ for name, p in {**powers, "exp2": torch.exp2(below)}.items():
 
 
 # %% [markdown]
-# Degree 2 is below bfloat16's rounding, but not by much, and the two errors add up; degree 3 is 40 times below, and the output cannot tell it from
-# the true power. It is what FlashAttention-4 takes. float32 itself would need degree 6, and with it twice the arithmetic. (The package
-# moves only a part of a tile's exponentials, because the units for arithmetic have other work.)
+# Degree 2 is just below bfloat16's rounding, so the two errors add up. Degree 3 is 40 times below, and the output is as
+# good as with the true power. FlashAttention-4 uses degree 3. float32 itself would need degree 6, with twice the
+# arithmetic. (The package moves only a part of a tile's exponentials, because the units for arithmetic have other
+# work.)
 #
-# **Rescaling less often.** Softmax is a quotient. Divide weights and sum by *any* reference $2^r$ that a row uses for all its keys,
-# and the quotient is the same:
+# **Rescaling less often.** Softmax is a quotient. Divide weights and sum by *any* reference $2^r$ that a row uses for
+# all its keys, and the quotient stays the same:
 #
 # $$O_i = \frac{\sum_j 2^{s_{ij} - r_i}\, V_j}{\sum_j 2^{s_{ij} - r_i}}$$
 #
-# The running maximum is the safest reference, since no weight exceeds 1. FlashAttention-4 lets $r$ lag: it follows only if the
-# maximum has risen by *more* than 8. Until then weights reach at most $2^8 = 256$. By hand, with tiles of scores (0, 1), (3, 1)
-# and (12, 0): $r = 1$ at first; 3 is 2 above it, so $r$ stays, and the weights are $2^2$ and $2^0$; 12 is 11 above it, so $r = 12$,
-# and all older terms shrink by $2^{1 - 12}$.
+# The running maximum is the safest reference, since no weight exceeds 1. In FlashAttention-4 $r$ changes only if the
+# maximum has risen by *more* than 8. Until then weights reach at most $2^8 = 256$. For example, take tiles of scores
+# (0, 1), (3, 1) and (12, 0). First $r = 1$. The score 3 is 2 above it, so $r$ stays, and the weights are $2^2$ and
+# $2^0$. The score 12 is 11 above it, so $r = 12$, and all older terms shrink by $2^{1 - 12}$.
 #
 # #### Step 2 · A reference that lags · 13 minutes
 #
@@ -2070,7 +2086,8 @@ for name, p in {**powers, "exp2": torch.exp2(below)}.items():
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# It is the update of exercise 4-3, step 3, with another choice of the new reference. What is the factor of old terms where it stays?
+# It is the update of exercise 4-3, step 3, with another choice of the new reference. If the reference stays, what is
+# the factor of the old terms?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -2121,10 +2138,10 @@ checks.check_lazy_edges(lazy_update, seed=74)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Count. 512 queries meet 4,096 keys in 64 tiles. A *warp* is 32 rows here, and may skip a rescaling only if none of its rows needs it.
-# Three kinds of scores: random ones, random ones that are 8 times as large, and a bad order, in which each tile's scores lie 2 above those
-# of the tile before. **Predict first**: in how many of the 63 tiles after the first is a *row* of random scores rescaled, without a
-# threshold and with 8? And a row of rising ones?
+# Now count rescalings. 512 queries meet 4,096 keys in 64 tiles. A *warp* is 32 rows here, and may skip a rescaling only
+# if none of its rows needs it. There are three kinds of scores: random ones, random ones that are 8 times as large, and
+# rising ones, where each tile's scores are 2 above those of the tile before. **Predict first**: in how many of the 63
+# tiles after the first is a *row* of random scores rescaled, without a threshold and with 8? And a row of rising ones?
 
 # %%
 predicted_rescalings = None  # your guess: four numbers
@@ -2177,14 +2194,16 @@ plotting.plot_rescalings(
 )
 
 # %% [markdown]
-# Without a threshold a row's maximum rises less than four times, but a warp rescales in two tiles of three: with 32 rows it is nearly always
-# somebody's turn. With 8, random scores never need it. A bad order does: each rescaling raises $r$ by *more* than 8, so a row has
-# fewer than (last maximum - first one) / 8 of them, here 13 in place of 62. But the rows of a warp soon get out of step, and the warp gains
-# little. In this order the threshold helps little; in a random one it saves every rescaling.
+# Without a threshold a row's maximum rises less than four times, but a warp rescales in two tiles of three, because
+# nearly always one of its 32 rows needs it. With 8, random scores never need it. Rising scores do. Each rescaling
+# raises $r$ by *more* than 8, so a row has fewer than (last maximum - first one) / 8 of them, here 13 instead of 62.
+# But the rows of a warp soon rescale in different tiles, so the warp gains little. In this order the threshold helps
+# little; in a random one it saves every rescaling.
 #
-# All outputs are exact, because `o` and `l` belong to the same $r$ when one is divided by the other. No step needs the true maximum. The log-sum-exp
-# is $r + \log_2 l$, with that same $r$. All but one: a reference that never follows lets the weights grow until float32 overflows, at
-# $2^{128}$. In float16 that would be $2^{16}$. FlashAttention-4 takes 8 for 16-bit inputs, and 0 for 8-bit ones.
+# The outputs are exact, because `o` and `l` use the same $r$ when one is divided by the other. No step needs the true
+# maximum. The log-sum-exp is $r + \log_2 l$, with that same $r$. There is one exception: a reference that never changes
+# lets the weights grow until float32 overflows, at $2^{128}$. In float16 that would be $2^{16}$. FlashAttention-4 uses
+# 8 for 16-bit inputs, and 0 for 8-bit ones.
 
 # %% [markdown]
 # ## What you measured
@@ -2204,22 +2223,21 @@ plotting.plot_rescalings(
 #
 # <details><summary>1. A kernel's report says: bandwidth 12%, tensor pipe 60%. A colleague wants to "improve memory access". What do you say?</summary>
 #
-# First: what is the case bound by? At that intensity by arithmetic, and memory has room for eight times as much. What is missing are
-# the tensor cores' other 40%: they wait for exponentials, for rescaling, for synchronisation. Overlap is the thing to work on.
-# </details>
+# First, ask what bounds the case. At that intensity it is arithmetic, and memory could deliver eight times as much. The
+# tensor cores are idle 40% of the time: they wait for exponentials, for rescaling, for synchronisation. So work on the
+# overlap. </details>
 #
 # <details><summary>2. Somebody doubles head_dim and halves the number of heads. FLOPs, compulsory bytes, traffic to the multiprocessors: what changes?</summary>
 #
-# FLOPs and compulsory bytes stay (except $L$, which has half as many numbers). The traffic $N^2 d^2 / M$ of each head quadruples, for
-# half as many heads: twice as much. Exponentials halve, $N^2$ for each head; that is why kernels often get *faster*, as long as L2
-# feeds them.
-# </details>
+# FLOPs and compulsory bytes stay (except $L$, which has half as many numbers). The traffic $N^2 d^2 / M$ of each head
+# quadruples, for half as many heads: twice as much in all. Exponentials halve ($N^2$ for each head), so kernels often
+# get *faster* while L2 can supply the data. </details>
 #
 # <details><summary>3. A model of time was fitted on 20 shapes, and its mean error on them is 2%. What do you ask before you use it?</summary>
 #
-# What its error is on shapes that it has not seen, and in which way those differ: length, mask, batch, head dimension. Whether
-# everything that will vary in use has varied in the test. And how wide its interval is: a number without one cannot be wrong.
-# </details>
+# Ask for its error on shapes that it has not seen, and how those differ: length, mask, batch, head dimension. Ask
+# whether the test varied everything that will vary in use. And ask for its interval: without one, no measurement can
+# contradict the prediction. </details>
 #
 # ### Read on
 #
@@ -2235,14 +2253,15 @@ plotting.plot_rescalings(
 # - NVIDIA's CUTLASS, and CuTe in it, whose documentation explains the layouts that you meet in those files.
 # - To try: `trace` on a step of your own program, and `labsupport compare` on the next GPU that you get hold of.
 #
-# **The end of the lab.** 28 + 24 + 24 + 24 points, if all checks say `[ok]`. You began with three lines that needed $N^2$ numbers. You
-# have since written the algorithm, put it into a model, trained with it on long texts, spread it over devices, and predicted its
-# times. What is left is to use it on something of your own; and when it is slow, you know where to look.
+# **The end of the lab.** 28 + 24 + 24 + 24 points, if all checks say `[ok]`. You began with three lines that needed
+# $N^2$ numbers. Since then you have written the algorithm, put it into a model, trained with it on long texts, spread
+# it over devices, and predicted its times. Now use it in a project of your own; if it is slow, you know where to look.
 
 # %% [markdown]
 # ### How far you are
 #
-# The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
+# The checks run once more, on the definitions in this notebook. (`labsupport progress`, in a terminal, reads the saved
+# notebooks.)
 
 # %%
 from labsupport.course.progress import show_progress
