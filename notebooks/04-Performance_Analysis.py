@@ -16,22 +16,20 @@
 #
 # **After this notebook you can**
 #
-# - see with a profiler where the time of a call goes, and know what the profiler does not tell;
-# - count FLOPs and bytes, place any case of attention under a roofline, and say what bounds it;
+# - find with a profiler where the time of a call goes, and know what the profiler does not show;
+# - count FLOPs and bytes, place any case of attention under a roofline, and name what bounds it;
 # - count the traffic between fast and slow memory, for any loop order and any tiles;
 # - write a whole FlashAttention kernel in Triton;
-# - predict a time, test the prediction on shapes that it has not seen, and carry it to another GPU, with honest doubt;
+# - predict a time, test the prediction on shapes that it has not seen, and apply it to another GPU with an interval;
 # - choose an implementation for a workload, and give reasons.
 #
-# **Time** about 193 minutes, of which the exercises take 155. **You need** notebooks 1 and 2. A laptop is enough; the figures of a
-# large GPU come from recorded runs. Each section is marked *core* or *further (optional)*; the core fits an afternoon.
+# **Time** about 193 minutes, of which the exercises take 155. **You need** notebooks 1 and 2. A laptop is enough;
+# figures of a large GPU come from recorded runs. Each section is marked *core* or *further (optional)*; the core fits
+# an afternoon.
 #
-# **To read beside it**, before or after: the theory chapters [4, IO complexity](../theory/04-io-complexity.md), [5, From version 1
-# to version 4](../theory/05-from-v1-to-v4.md) and [8, Performance model](../theory/08-performance-model.md). The
-# [glossary](../theory/glossary.md) fixes the words.
-#
-# **How to work.** As before: run the cells in order, write your guesses down, and let the checks tell you which mistake you
-# made.
+# **Theory**, before or after: chapters [4, IO complexity](../theory/04-io-complexity.md), [5, From version 1 to version
+# 4](../theory/05-from-v1-to-v4.md) and [8, Performance model](../theory/08-performance-model.md). The
+# [glossary](../theory/glossary.md) defines the terms.
 
 # %%
 import math
@@ -399,8 +397,8 @@ for left in (-1, 1023, 127):
 #
 # ![Textbook attention as four kernels, QKᵀ, scale, softmax and PV, above slow memory. Six numbered arrows pass over N x N numbers: S is written, read, written scaled, read; P is written, read. Beside it FlashAttention, one kernel, which reads Q, K and V and writes O.](../theory/figures/textbook-passes.png)
 #
-# **Predict first**: how many FLOPs a byte does the textbook have when $N$ is large? ($4 N^2 d$ FLOPs; a number has 4
-# bytes on a CPU, 2 on a GPU.)
+# **Predict first**: how many FLOPs a byte does the textbook need for large $N$? ($4 N^2 d$ FLOPs; a number has 4 bytes
+# on a CPU, 2 on a GPU.)
 
 # %%
 predicted_intensity = None  # your guess, a number
@@ -447,7 +445,7 @@ if spec is not None:
 plotting.plot_roofline(
     judged,
     lines,
-    title="The textbook's intensity stands still, FlashAttention's grows with N",
+    title="The textbook's intensity stays the same, FlashAttention's grows with N",
     small_print=f"{ceilings.device}, {name_of_dtype}, {heads} heads of {head_dim}; "
     "sdpa_flash, the two on the left: decode steps",
 )
@@ -544,7 +542,7 @@ for name, (ms, gb, tflop) in seen_by_ncu.items():
 # ### Exercise 4-2 · Count what passes
 # ●●○ · 20 minutes · 4 points
 #
-# One head of `seqlen` queries and as many keys, forward; blocks divide `seqlen`. All counts are *numbers* (elements), no bytes.
+# One head of `seqlen` queries and as many keys, forward; blocks divide `seqlen`. Count *numbers* (elements), not bytes.
 #
 # | function | returns |
 # | --- | --- |
@@ -562,16 +560,16 @@ for name, (ms, gb, tflop) in seen_by_ncu.items():
 # **Tiled**, `outside="queries"` (FlashAttention-2): for each block of queries, $Q$ is read once, $K$ and $V$ pass block by block,
 # then $O$ and $L$ are written. $L$ has one number a row.
 #
-# **Tiled**, `outside="keys"` (FlashAttention's first version): first zeros are written to $O$, $m$ and $\ell$. Then for each block of
-# keys, $K$ and $V$ are read once, and for each block of queries $Q, O, m, \ell$ are read, and $O, m, \ell$ written. $m$ and $\ell$ have
-# one number a row.
+# **Tiled**, `outside="keys"` (FlashAttention's first version): first, zeros are written to $O$, $m$ and $\ell$. Then
+# for each block of keys, $K$ and $V$ are read once; for each block of queries, $Q, O, m, \ell$ are read and
+# $O, m, \ell$ written. $m$ and $\ell$ have one number a row.
 #
-# With `causal=True` a tile without a visible pair is skipped: nothing moves for it.
+# With `causal=True`, skip a tile without a visible pair: nothing moves for it.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Take 4 tokens with blocks of 2, and write down every load and store of one head, in order. What moves once for each block, and what
-# for each tile?
+# Take 4 tokens with blocks of 2, and write down every load and store of one head, in order. What moves once for each
+# block? What moves for each tile?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -971,7 +969,7 @@ checks.check_triton_softmax(row_softmax, seed=34)
 # The softmax of step 2 stores N numbers a row. FlashAttention stores none of them: it adds each tile of scores to a
 # running output.
 #
-# Write `update(m, l, acc, scores, v) -> (m, l, acc)`, which is called once for each tile of keys.
+# Write `update(m, l, acc, scores, v) -> (m, l, acc)`. It is called once for each tile of keys.
 #
 # | | shape | dtype |
 # | --- | --- | --- |
@@ -1046,7 +1044,7 @@ checks.check_update_dtype(update)
 # %% [markdown]
 # #### Step 4 · The whole kernel · 30 minutes, 4 points
 #
-# Around the heart, one program computes `BLOCK_Q` queries of one head: the left half of this drawing.
+# Around `update`, one program computes `BLOCK_Q` queries of one head: the left half of this drawing.
 #
 # ![Two loop orders. Left, queries outside: one program keeps O of its block while the keys pass. Right, keys outside, as in the backward pass.](../theory/figures/loop-order.png)
 #
@@ -1195,7 +1193,7 @@ else:
 #
 # - *tiles*, warps and stages: a factor of 1.8 between the best and the worst, above;
 # - *resources*: `python -m benchmarks resources --capability 90 --head-dim 64 --kernel forward` compiles for a
-#   GPU that need not be there. In bfloat16 it says: 110 registers a thread, 64 KiB of shared memory, nothing spilled, 2 programs on a
+#   GPU that you don't need to have. In bfloat16 it reports: 110 registers a thread, 64 KiB of shared memory, nothing spilled, 2 programs on a
 #   multiprocessor;
 # - *overlap*: while tensor cores multiply, the exponentials of another tile should be computed, and the next blocks fetched. The
 #   profiler found this lab's forward waiting: its *tensor pipe*, the tensor cores' queue, was active 57% of the time.
@@ -1402,19 +1400,19 @@ orders[[*names, "version2_ms", "order", "tiles"]].round(2)
 # | `predict_time(flops, start_ms, tflops)` | a number, or an array | the time in ms: a number, or an array |
 # | `held_out_error(table)` | a DataFrame: `flops`, `median_ms`, `status`, `held_out` (bool) | `(start_ms, tflops, error)` |
 #
-# `tflops` is in $10^{12}$ a second. `held_out_error` leaves out rows whose `status` is not `"ok"` (their time is NaN), fits those that
-# are not held out, and judges those that are: `error` is the mean of |predicted - measured| / measured, a fraction. The table stays as
-# it is.
+# `tflops` is in $10^{12}$ a second. `held_out_error` drops rows whose `status` is not `"ok"` (their time is NaN), fits
+# the rows that are not held out, and tests on those that are. `error` is the mean of |predicted - measured| / measured,
+# a fraction. Don't change the table.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Two calls, 1 ms and 100 ms, each predicted 10% too high: how much does each add to a sum of squares of errors in ms, and of relative
-# errors?
+# Two calls, 1 ms and 100 ms, are each predicted 10% too high. How much does each add to a sum of squares of errors in
+# ms, and of relative errors?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Relative errors: divide the equation `start + slope * work = ms` by `ms`. Then there are two unknowns, a row for each measurement, and
-# a 1 on the right: `np.linalg.lstsq`. Work in $10^9$ FLOPs keeps the numbers near one another.
+# For relative errors, divide the equation `start + slope * work = ms` by `ms`. This gives two unknowns, one row for
+# each measurement, and a 1 on the right: `np.linalg.lstsq`. Work in $10^9$ FLOPs keeps the numbers similar in size.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1601,7 +1599,7 @@ ran = recorded.query(
 elsewhere["measured_ms"] = elsewhere.device.map({"H200": ran.median_ms.iloc[0]})
 plotting.plot_predictions(
     elsewhere,
-    title="FlashAttention-2 on other GPUs: a guess, and how wide it is",
+    title="FlashAttention-2 on other GPUs: predictions and their intervals",
     small_print="sdpa_flash, forward, causal, N = 8192, batch 4, 16 heads of 64, bfloat16. "
     "Calibrated on an H200 (attention-h200; this length was held out), carried over by "
     "specification alone: nothing was measured on the other GPUs",
@@ -1624,8 +1622,9 @@ plotting.plot_predictions(
 #
 # `choose(table, *, memory_bytes, dtype) -> str | None`
 #
-# `table` is a DataFrame with the columns `backend`, `dtype` (such as `"bfloat16"`), `source` (`"measured"` or `"predicted"`), `status`
-# (`"ok"`, or why not), `ms` and `peak_memory_bytes`. A backend has at most one row for each dtype and source. It is left as it is.
+# `table` is a DataFrame with the columns `backend`, `dtype` (such as `"bfloat16"`), `source` (`"measured"` or
+# `"predicted"`), `status` (`"ok"`, or why not), `ms` and `peak_memory_bytes`. A backend has at most one row for each
+# dtype and source. Don't change the table.
 #
 # 1. Only rows of the `dtype` count. Where a backend has a measured row, its predicted one does not count, whatever the measured one
 #    says.
@@ -1636,8 +1635,8 @@ plotting.plot_predictions(
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# In which order must the three rules be applied? Think of a backend that was measured, and ran out of memory, and that also has a
-# prediction.
+# In which order must you apply the three rules? Think of a backend that ran out of memory when measured, and that also
+# has a prediction.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -1799,10 +1798,10 @@ print(decoded.pivot(index="implementation", columns="keys", values="% of a copy'
 # - timing without `synchronize`, or with the first call in it (4.1);
 # - comparing dtypes instead of algorithms, or a mask with no mask (4.5);
 # - FLOPs from a profiler that does not know the kernel (4.1);
-# - judging by bandwidth what is bound by arithmetic (4.2);
-# - expecting of a whole model what attention alone gains (4.1; notebook 2, section 2.9);
+# - judging a case by its bandwidth when arithmetic bounds it (4.2);
+# - expecting a whole model to gain as much as attention alone (4.1; notebook 2, section 2.9);
 # - believing that FlashAttention ran because its name was asked for (notebook 2);
-# - a prediction that was tested on what it was fitted to (4.6).
+# - testing a prediction on the rows that it was fitted to (4.6).
 
 # %% [markdown]
 # ## 4.9 · A fault to find
@@ -1834,12 +1833,12 @@ print(decoded.pivot(index="implementation", columns="keys", values="% of a copy'
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Subtract "one call works" from a measured column. On what does the difference depend, and on what not?
+# Subtract "one call works" from a measured column. What does the difference depend on, and what does it not depend on?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Draw the GPU's line and the program's line below each other, for one round of the loop: which kernels are queued, when does each run, and
-# when is the clock read?
+# Draw the GPU's line above the program's line for one round of the loop: which kernels are queued, when does each run,
+# and when is the clock read?
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1961,12 +1960,13 @@ predicted_degrees = None  # your guess, two integers
 # | `exp2_by_bits(x, coefficients)` | `x`: float32, any shape, up to 126; `coefficients`: a list of numbers, the highest power first | $2^n p(f)$, like `x`: $n$ the largest integer that is not above $x$, $f = x - n$, and $p$ the polynomial |
 # | `smallest_degree(polynomials, dtype)` | a list of such lists, of degrees 1, 2, 3 ...; a `torch.dtype` | the degree of the first polynomial with a largest relative error, for $f$ from 0 to 1, of at most `torch.finfo(dtype).eps / 2`; 0 if there is none |
 #
-# `exp2_by_bits` calls no exponential. Hidden keys have the score -inf: below $2^{-126}$, where the exponent's bits run out, any result up to
-# $2^{-126}$ is right. `smallest_degree` computes in float64, on 1,000 places or so.
+# `exp2_by_bits` calls no exponential. Hidden keys have the score -inf. Below $2^{-126}$, where the exponent's bits run
+# out, any result up to $2^{-126}$ is right. `smallest_degree` computes in float64, on about 1,000 places.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# What is -2.75 rounded down, and what is left? And what does -inf do to both? FlashAttention-4 never lets `x` fall below -127.
+# What is -2.75 rounded down, and what is left? What does -inf do to both? FlashAttention-4 never lets `x` fall below
+# -127.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -2082,7 +2082,7 @@ for name, p in {**powers, "exp2": torch.exp2(below)}.items():
 # | `threshold` | a number | where the largest score of the row is more than this above `r`, `r` becomes that score; elsewhere `r` stays |
 # | `rescaled` | `(rows,)`, bool | where `r` moved, and there was something to rescale: not at a row's first keys |
 #
-# Each row decides for itself. A row that has seen no key keeps -inf, 0 and zeros.
+# Each row decides separately. A row that has seen no key keeps -inf, 0 and zeros.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -2091,8 +2091,9 @@ for name, p in {**powers, "exp2": torch.exp2(below)}.items():
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `torch.where(condition, a, b)` chooses row by row. Everything after the choice is as always: factor, weights, `l`, `o`. What is -inf minus
-# -inf, and which comparison does NaN pass? Only the subtraction needs care: subtract 0 where the new reference is -inf.
+# `torch.where(condition, a, b)` chooses row by row. After the choice, continue as before: factor, weights, `l`, `o`.
+# What is -inf minus -inf, and which comparison does NaN pass? Only the subtraction needs care: subtract 0 where the new
+# reference is -inf.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -2208,16 +2209,16 @@ plotting.plot_rescalings(
 # %% [markdown]
 # ## What you measured
 #
-# - A profiler shows how much of textbook attention's time goes to the softmax, which has hardly any FLOPs. It knows nothing of a
-#   fused kernel's inside.
-# - Long texts are bound by arithmetic, decode steps by bandwidth. The textbook's intensity stands still while $N$ grows.
+# - A profiler shows how much of textbook attention's time goes to the softmax, which has hardly any FLOPs. It cannot see inside
+#   a fused kernel.
+# - Long texts are bound by arithmetic, decode steps by bandwidth. The textbook's intensity stays the same while $N$ grows.
 # - Traffic is $N^2 d^2 / M$: quadratic, with a small constant. HBM sees each tensor about once, because L2 catches the rest.
-# - A few lines are the heart of the kernel. Tiles, resources and overlap around it decide about its speed.
-# - Two numbers predict a fused kernel within some percent, where nothing else changes; a term for the diagonal is missing. Held-out
-#   rows say so, fitted ones would not.
-# - A polynomial of degree 3 replaces the exponential where bfloat16 follows. A reference that lags leaves the output exact, and saves
-#   nearly all rescalings.
-# - Which implementation is best depends on length, dtype, mask and device. A table of measurements, and a rule for ties, decides.
+# - The kernel's core is a few lines. Tiles, resources and overlap decide its speed.
+# - Two numbers predict a fused kernel within some percent, if nothing else changes; a term for the diagonal is missing. Held-out
+#   rows show this, fitted ones would not.
+# - If the result is rounded to bfloat16, a polynomial of degree 3 can replace the exponential. A reference that lags keeps the
+#   output exact, and saves nearly all rescalings when scores are in random order.
+# - The best implementation depends on length, dtype, mask and device. Choose by a table of measurements and a rule for ties.
 #
 # ### Three questions
 #
