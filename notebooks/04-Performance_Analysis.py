@@ -11,26 +11,25 @@
 #
 # ![Speed of the textbook's and of FlashAttention's kernels on an H200 against FLOPs per byte: the textbook lies far down the slope that the memory sets, the fused kernels near the roof of the arithmetic.](../theory/figures/roofline-h200.png)
 #
-# The same mathematics on the same GPU. By the end of this notebook you can draw such a picture, say what each point lacks, and predict the next one.
+# Every point is the same mathematics on the same GPU. By the end of this notebook you can draw this picture, explain
+# what holds each point back, and predict the next one.
 #
 # **After this notebook you can**
 #
-# - see with a profiler where the time of a call goes, and know what the profiler does not tell;
-# - count FLOPs and bytes, place any case of attention under a roofline, and say what bounds it;
+# - find with a profiler where the time of a call goes, and know what the profiler does not show;
+# - count FLOPs and bytes, place any case of attention under a roofline, and name what bounds it;
 # - count the traffic between fast and slow memory, for any loop order and any tiles;
 # - write a whole FlashAttention kernel in Triton;
-# - predict a time, test the prediction on shapes that it has not seen, and carry it to another GPU, with honest doubt;
+# - predict a time, test the prediction on shapes that it has not seen, and apply it to another GPU with an interval;
 # - choose an implementation for a workload, and give reasons.
 #
-# **Time** about 193 minutes, of which the exercises take 155. **You need** notebooks 1 and 2. A laptop is enough; the figures of a
-# large GPU come from recorded runs. Each section is marked *core* or *further (optional)*; the core fits an afternoon.
+# **Time** about 193 minutes, of which the exercises take 155. **You need** notebooks 1 and 2. A laptop is enough;
+# figures of a large GPU come from recorded runs. Each section is marked *core* or *further (optional)*; the core fits
+# an afternoon.
 #
-# **To read beside it**, before or after: the theory chapters [4, IO complexity](../theory/04-io-complexity.md), [5, From version 1
-# to version 4](../theory/05-from-v1-to-v4.md) and [8, Performance model](../theory/08-performance-model.md). The
-# [glossary](../theory/glossary.md) fixes the words.
-#
-# **How to work.** As before: run the cells in order, write your guesses down, and let the checks tell you which mistake you
-# made.
+# **Theory**, before or after: chapters [4, IO complexity](../theory/04-io-complexity.md), [5, From version 1 to version
+# 4](../theory/05-from-v1-to-v4.md) and [8, Performance model](../theory/08-performance-model.md). The
+# [glossary](../theory/glossary.md) defines the terms.
 
 # %%
 import math
@@ -65,11 +64,12 @@ def random_qkv(seqlen, dtype=dtype):
 # %% [markdown]
 # ## 4.1 · Where does the time go?
 #
-# *Core.* A stopwatch says how long. A *profiler* says what took so long. PyTorch's notes each operator, and each kernel on a GPU: its time,
-# its calls, the memory it allocates. `trace` of this lab runs a call under it and makes tables.
+# *Core.* A stopwatch measures how long a call takes. A *profiler* shows which part took the time. PyTorch's profiler
+# records each operator, and each kernel on a GPU: its time, its calls, the memory it allocates. The lab's `trace` runs
+# a call under it and returns tables.
 #
-# Textbook attention is two matrix products and a softmax. Nearly all of its FLOPs are in the products. **Predict first**: which
-# share of its *time* do they take?
+# Textbook attention is two matrix products and a softmax, and nearly all of its FLOPs are in the products. **Predict
+# first**: what share of its *time* do they take?
 
 # %%
 predicted_share = None  # your guess, a number between 0 and 1
@@ -107,12 +107,12 @@ def shown(trace, rows=4):
 shown(traces["standard"])
 
 # %% [markdown]
-# The rest, the softmax above all, has hardly any FLOPs. On a GPU its time goes to reading and writing $N \times N$ numbers; on a CPU
-# also to exponentials and to memory that is touched for the first time (compare `mul_`, which moves as many bytes as the softmax). On
-# a CPU a row is an operator, on a GPU a kernel; `device_ms` is the time of the device that did the work, without what an operator
-# calls. (PyTorch's own table has the same column as `self_device_time_total`. Older texts say `cuda_time_total`: in `sort_by` that
-# name still works, as an attribute of averages it is gone.) `MiB` are the bytes of the tensors that an operator reads and writes. Now
-# FlashAttention:
+# The rest is mainly the softmax, which has hardly any FLOPs. On a GPU its time goes to reading and writing $N \times N$
+# numbers. On a CPU it also goes to exponentials and to memory that is used for the first time (compare `mul_`, which
+# moves as many bytes as the softmax). A row is an operator on a CPU and a kernel on a GPU. `device_ms` is the time the
+# device spent on that row, without the operators that it calls. (PyTorch's own table calls this column
+# `self_device_time_total`. Older texts say `cuda_time_total`: `sort_by` still accepts that name, but averages no longer
+# have it as an attribute.) `MiB` counts the tensors that an operator reads and writes. Now FlashAttention:
 
 # %%
 for name, seen in traces.items():
@@ -122,13 +122,13 @@ for name, seen in traces.items():
 shown(traces["sdpa_flash"])
 
 # %% [markdown]
-# One row. A fused kernel is a black box for a profiler of operators: to look inside, there are tools of the hardware's maker (Nsight
-# Compute, on NVIDIA's GPUs). We shall *count* instead, in section 4.3.
+# There is one row: an operator profiler cannot see inside a fused kernel. The hardware's maker has tools for that
+# (Nsight Compute, on NVIDIA's GPUs). We *count* instead, in section 4.3.
 #
 # ### Four traps
 #
-# **FLOPs of fused kernels.** The profiler counts those of a few operators only, matrix products above all. PyTorch has a second
-# counter, `FlopCounterMode`. What do the two say, and what is true ($4 N^2 d$ for each head)?
+# **FLOPs of fused kernels.** The profiler counts the FLOPs of a few operators only, mainly matrix products. PyTorch has
+# a second counter, `FlopCounterMode`. Compare both with the true number, $4 N^2 d$ for each head:
 
 # %%
 from torch.utils.flop_counter import FlopCounterMode
@@ -141,26 +141,26 @@ for name, call in {"standard": textbook, "sdpa_flash": flash}.items():
     print(f"{name:10} profiler {profiler:.2f}, counter {other:.2f}, true {true:.2f} GFLOP")
 
 # %% [markdown]
-# On a CPU both say 0 for the fused kernel. (On a GPU the counter knows it, but counts a causal mask as if there were none.) Divide
-# that by the time, and the FLOP rate is 0. So count by formula: exercise 4-1.
+# On a CPU both report 0 for the fused kernel, so a FLOP rate computed from them is 0. (On a GPU the counter knows the
+# kernel, but counts a causal mask as if there were none.) So count by formula: exercise 4-1.
 #
-# **The first call.** It pays for what happens once: choosing, loading or compiling a kernel, starting threads, fetching workspaces. The
-# first seven calls of textbook attention in this notebook, which we timed above:
+# **The first call.** It pays for work that happens only once: choosing, loading or compiling a kernel, starting
+# threads, allocating workspaces. These are the first seven calls of textbook attention in this notebook, timed above:
 
 # %%
 print("ms:", " ".join(f"{ms:.2f}" for ms in first_calls))
 
 # %% [markdown]
-# How much the first one costs depends on the kernel. On a CPU it may be little. On an H200 this lab's own Triton
-# kernels take 0.6 to 2.2 s, when the compiler's cache is empty (`data/runs/peers-h200/notes.md`). And
-# the later ones scatter, too. That is why `measure_time` warms up, repeats, and reports a median. One call, timed again and again
-# while other programs came and went:
+# The cost of the first call depends on the kernel. On a CPU it may be small. On an H200 this lab's own Triton kernels
+# take 0.6 to 2.2 s when the compiler's cache is empty (`data/runs/peers-h200/notes.md`). Later calls vary too, so
+# `measure_time` warms up, repeats, and reports a median. One call, timed repeatedly while other programs started and
+# stopped:
 #
 # ![Recorded times of one unchanged call during 14 minutes on a busy machine: they fall by a quarter, while the time relative to a reference, measured in turns, changes far less.](../theory/figures/performance-noise.png)
 #
-# **A clock that does not wait.** A GPU works while Python goes on. If you read the clock right after the call, you measure the
-# *launch*: the time in which Python hands a kernel over to the GPU. `torch.cuda.synchronize()` before each reading waits for the
-# work itself; `milliseconds` above does that. Both ways:
+# **A clock that does not wait.** A GPU works while Python goes on. If you read the clock right after the call, you
+# measure the *launch*: the time in which Python hands a kernel to the GPU. Call `torch.cuda.synchronize()` before each
+# reading, as `milliseconds` above does, to wait for the work. Both ways:
 
 # %%
 start = perf_counter()
@@ -171,16 +171,16 @@ if gpu:
 print(f"without waiting {without:.3f} ms, with {milliseconds(flash):.3f} ms")
 
 # %% [markdown]
-# On a CPU the two differ by noise only: the call returns when the work is done. On a GPU the first number is the time of a launch, nearly
-# the same for any length: many a "thousandfold speed-up" was made that way.
+# On a CPU the two differ by noise only, because the call returns when the work is done. On a GPU the first number is
+# the time of a launch, nearly the same for any length. Many reports of a "thousandfold speed-up" made this mistake.
 #
-# **A busy GPU is not a well-used one.** `nvidia-smi` shows a *utilisation* of 100% when some kernel ran all the time, be it a single
-# thread. It says nothing about how much of the hardware that kernel used.
+# **A busy GPU is not a well-used one.** `nvidia-smi` shows a *utilisation* of 100% if some kernel ran all the time,
+# even a kernel with a single thread. It says nothing about how much of the hardware that kernel used.
 #
 # ### A whole step
 #
-# Now a training step (forward, backward, AdamW) of the small decoder of notebook 3. Rows are sorted into attention, matrix products
-# of the layers, and the rest.
+# Now a training step (forward, backward, AdamW) of the small decoder of notebook 3. The rows are attention, the layers'
+# matrix products, and the rest.
 
 # %%
 from labsupport.training import DecoderConfig, MemoryOptions
@@ -212,12 +212,14 @@ by_kind = {
 pd.DataFrame(by_kind).rename_axis("device_ms of").round(1)
 
 # %% [markdown]
-# (If your table says otherwise, another program had the cores: run the cell again.) On a quiet machine the step with FlashAttention is
-# shorter, and what is not attention weighs more: Amdahl's law of notebook 2. (*All the rest* shrinks, too, because in the textbook's
-# step it also holds scaling, masking and copying of $N \times N$ numbers. Operators do not say for whom they work.)
+# On a quiet machine the step with FlashAttention is shorter, and the parts outside attention take a larger share:
+# Amdahl's law of notebook 2. (If your table differs, another program was using the cores: run the cell again.) *All the
+# rest* shrinks too, because in the textbook's step it includes scaling, masking and copying of $N \times N$ numbers.
+# The profiler cannot assign these operators to attention.
 #
-# A table forgets the order. The *timeline* keeps it: save it, open <https://ui.perfetto.dev> in a browser, and drag the file there.
-# (It is read on your machine, and not sent anywhere.) Look for gaps on the GPU's line: there it waited for Python.
+# A table does not show the order of events. The *timeline* does: save it, open <https://ui.perfetto.dev> in a browser,
+# and drag the file there. (The file is read on your machine and not sent anywhere.) Look for gaps on the GPU's line:
+# there the GPU waited for Python.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -226,14 +228,15 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 # %% [markdown]
-# `labsupport profile` does all that with one command, for attention of a shape: it writes a folder
-# that begins with `SUMMARY.md`. Where NVIDIA's profilers are installed, it runs them too.
+# `labsupport profile` does all this with one command, for one shape of attention. It writes a folder; read its
+# `SUMMARY.md` first. If NVIDIA's profilers are installed, it runs them too.
 #
 # ## 4.2 · FLOPs, bytes, and a roof
 #
-# *Core.* How fast *could* a call be? Its arithmetic takes at least FLOPs / (FLOPs a second), and its tensors must move: at least bytes /
-# (bytes a second). If the two overlap perfectly, the longer one decides. The *intensity*, FLOPs for each byte, says which it is.
-# FLOPs alone do not: FlashAttention has one matrix product more than the textbook.
+# *Core.* How fast *could* a call be? Its arithmetic takes at least FLOPs / (FLOPs a second). Moving its tensors takes
+# at least bytes / (bytes a second). If the two overlap perfectly, the longer one is the time of the call. The
+# *intensity*, FLOPs for each byte, says which one is longer. FLOPs alone do not: FlashAttention has one matrix product
+# more than the textbook.
 #
 # ![Left: matrix products, the textbook 2 forward and 4 backward, FlashAttention 2 and 5. Right: time on an H200 at 16,384 tokens, the textbook 166 ms, three fused kernels between 29 and 51 ms](../theory/figures/products-and-time.png)
 
@@ -387,15 +390,15 @@ for left in (-1, 1023, 127):
 # %% [markdown]
 # ### Your device
 #
-# No device reaches its specification, so the lab measures two ceilings: a copy of a large tensor, and a product of large matrices.
-# Under them: the textbook, FlashAttention, and decode steps (one query, 8,192 keys). The textbook's operators pass $S$ and $P$ to one
-# another through memory, so *its* intensity is taken with the bytes that `trace_tensors` sees at its operators; the others count each
-# tensor once:
+# No device reaches its specification, so the lab measures two ceilings: a copy of a large tensor, and a product of
+# large matrices. The plot shows the textbook, FlashAttention, and decode steps (one query, 8,192 keys) below them. The
+# textbook's operators pass $S$ and $P$ to one another through memory. So *its* intensity uses the bytes that
+# `trace_tensors` sees at its operators; the others count each tensor once:
 #
 # ![Textbook attention as four kernels, QKᵀ, scale, softmax and PV, above slow memory. Six numbered arrows pass over N x N numbers: S is written, read, written scaled, read; P is written, read. Beside it FlashAttention, one kernel, which reads Q, K and V and writes O.](../theory/figures/textbook-passes.png)
 #
-# **Predict first**: how many FLOPs a byte has the textbook, when $N$ is large? ($4 N^2 d$ FLOPs; a number has 4 bytes on a CPU, 2 on
-# a GPU.)
+# **Predict first**: how many FLOPs a byte does the textbook need for large $N$? ($4 N^2 d$ FLOPs; a number has 4 bytes
+# on a CPU, 2 on a GPU.)
 
 # %%
 predicted_intensity = None  # your guess, a number
@@ -442,19 +445,20 @@ if spec is not None:
 plotting.plot_roofline(
     judged,
     lines,
-    title="The textbook's intensity stands still, FlashAttention's grows with N",
+    title="The textbook's intensity stays the same, FlashAttention's grows with N",
     small_print=f"{ceilings.device}, {name_of_dtype}, {heads} heads of {head_dim}; "
     "sdpa_flash, the two on the left: decode steps",
 )
 
 # %% [markdown]
-# The textbook stays near the same intensity, however long the sequence: FLOPs and bytes both grow with $N^2$. Six passes over $N^2$
-# numbers of $b$ bytes make $4 N^2 d / (6 N^2 b) = 2d / 3b$: 10.7 in float32, for $d = 64$. (Four passes, without a kernel for the
-# scale, would make 16.) FlashAttention moves to the right, under the flat part of the roof. How near a marker comes to the roof says
-# how good the *kernel* is; where it stands from left to right, what the *algorithm* asks for. Decode steps lie far below the slope.
-# They *could* be bound by memory, but this kernel is made for many queries at once, and a decode step has one. (A CPU blurs the
-# picture. Its caches hold small cases whole, so that a marker may even lie above the slope; and the exponentials, which the roof does
-# not know, cost it dearly.) `labsupport bench` prints the share of the roof that a call reaches, with a verdict.
+# The textbook's intensity hardly depends on the length, because FLOPs and bytes both grow with $N^2$. Six passes over
+# $N^2$ numbers of $b$ bytes give $4 N^2 d / (6 N^2 b) = 2d / 3b$: 10.7 in float32, for $d = 64$. (Four passes, without
+# a kernel for the scale, would give 16.) FlashAttention moves to the right, under the flat part of the roof. A marker's
+# height relative to the roof shows how good the *kernel* is; its position from left to right shows what the *algorithm*
+# needs. Decode steps lie far below the slope. They *could* be bound by memory, but this kernel is made for many
+# queries, and a decode step has one. (On a CPU the picture is less clear. Its caches hold small cases whole, so a
+# marker may even lie above the slope. Exponentials, which the roof ignores, are slow there.) `labsupport bench` prints
+# the share of the roof that a call reaches, with a verdict.
 #
 # ### Recorded: an H200
 #
@@ -495,8 +499,9 @@ plotting.plot_roofline(
 # %% [markdown]
 # ### A wrong rule
 #
-# "A good kernel uses more than 80% of the memory's bandwidth." For which kernels? NVIDIA's profiler looked at three of this lab's
-# Triton kernels on that GPU (head_dim 128, N = 4096, batch 4, 16 heads; bytes of HBM and times from `data/runs/peers-h200/notes.md`):
+# "A good kernel uses more than 80% of the memory's bandwidth." Is that true of every kernel? NVIDIA's profiler measured
+# three of this lab's Triton kernels on that GPU (head_dim 128, N = 4096, batch 4, 16 heads; bytes of HBM and times from
+# `data/runs/peers-h200/notes.md`):
 
 # %% tags=["nbval-check-output"]
 #                 ms, GB from HBM, TFLOP
@@ -513,28 +518,31 @@ for name, (ms, gb, tflop) in seen_by_ncu.items():
 
 
 # %% [markdown]
-# The *worst* place for a prefill kernel is where bandwidth use is high: it would mean that it moves too much. The forward uses 6%
-# of the bandwidth and two thirds of the arithmetic. The kernel of row sums uses 87%, and must: it has nothing to compute. So first ask
-# what bounds a case, then look at the use of *that*. For a long prefill: the tensor cores. For a decode step: the bandwidth.
+# For a prefill kernel, high bandwidth use is a bad sign: it moves too much data. The forward uses 6% of the bandwidth
+# and two thirds of the arithmetic. The kernel of row sums uses 87%, as it should: it has almost nothing to compute. So
+# first ask what bounds a case, then look at the use of *that*: the tensor cores for a long prefill, the bandwidth for a
+# decode step.
 #
 # ## 4.3 · Between fast and slow memory
 #
-# *Core.* A GPU's memories, and the words for them, on one page:
+# *Core.* This drawing shows a GPU's memories and their names:
 #
 # ![A GPU from left to right: HBM with 140 GiB; an L2 cache with 60 MiB; 132 multiprocessors, each with 228 KiB of shared memory, 256 KiB of registers, and tensor cores. Three borders are marked: 1, to the multiprocessors; 2, at L2; 3, at HBM.](../theory/figures/gpu.png)
 #
-# A *multiprocessor* (SM) computes; its *tensor cores* multiply small tiles. What it computes with lies in its *registers* and its *shared
-# memory*, the fast memory. *HBM* is the large, slow one, and the *L2* cache between them keeps what was read last. A kernel runs as many
-# *programs*, each with its own tiles; one or more programs share a multiprocessor. (A CPU has caches in the same roles.)
+# A *multiprocessor* (SM) computes; its *tensor cores* multiply small tiles. Its *registers* and its *shared memory* are
+# the fast memory, and hold what it computes with. *HBM* is the large, slow memory. The *L2* cache between them keeps
+# what was read last. A kernel runs as many *programs*, each with its own tiles; one or more programs share a
+# multiprocessor. (A CPU's caches play the same roles.)
 #
-# "Each tensor once" is a lower bound. A kernel works on tiles, and reads some things again and again. How often? The model is a fast
-# memory of $M$ numbers, in which alone one can compute, and a slow one for the rest. Counted is each number that passes.
+# "Each tensor once" is a lower bound. A kernel works on tiles and reads some data several times. How often? Our model
+# has a fast memory of $M$ numbers, where all computing happens, and a slow memory for everything else. We count each
+# number that moves between them.
 
 # %% [markdown]
 # ### Exercise 4-2 · Count what passes
 # ●●○ · 20 minutes · 4 points
 #
-# One head of `seqlen` queries and as many keys, forward; blocks divide `seqlen`. All counts are *numbers* (elements), no bytes.
+# One head of `seqlen` queries and as many keys, forward; blocks divide `seqlen`. Count *numbers* (elements), not bytes.
 #
 # | function | returns |
 # | --- | --- |
@@ -552,16 +560,16 @@ for name, (ms, gb, tflop) in seen_by_ncu.items():
 # **Tiled**, `outside="queries"` (FlashAttention-2): for each block of queries, $Q$ is read once, $K$ and $V$ pass block by block,
 # then $O$ and $L$ are written. $L$ has one number a row.
 #
-# **Tiled**, `outside="keys"` (FlashAttention's first version): first zeros are written to $O$, $m$ and $\ell$. Then for each block of
-# keys, $K$ and $V$ are read once, and for each block of queries $Q, O, m, \ell$ are read, and $O, m, \ell$ written. $m$ and $\ell$ have
-# one number a row.
+# **Tiled**, `outside="keys"` (FlashAttention's first version): first, zeros are written to $O$, $m$ and $\ell$. Then
+# for each block of keys, $K$ and $V$ are read once; for each block of queries, $Q, O, m, \ell$ are read and
+# $O, m, \ell$ written. $m$ and $\ell$ have one number a row.
 #
-# With `causal=True` a tile without a visible pair is skipped: nothing moves for it.
+# With `causal=True`, skip a tile without a visible pair: nothing moves for it.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Take 4 tokens with blocks of 2, and write down every load and store of one head, in order. What moves once for each block, and what
-# for each tile?
+# Take 4 tokens with blocks of 2, and write down every load and store of one head, in order. What moves once for each
+# block? What moves for each tile?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -630,9 +638,9 @@ checks.check_tiled_causal(tiled_traffic, seed=23)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Formulas are patient. `analysis.count` *runs* an algorithm on real numbers, in a memory that refuses more than $M$ numbers at a time
-# and counts whatever is loaded or stored. Your formula beside it, for the textbook, for version 1 (keys outside) and version 2
-# (queries outside):
+# Now test your formulas. `analysis.count` *runs* an algorithm on real numbers, in a memory that refuses more than $M$
+# numbers at a time, and counts everything that is loaded or stored. It is compared with your formula for the textbook,
+# for version 1 (keys outside) and for version 2 (queries outside):
 
 # %%
 own_textbook = checks.solution_or_reference(
@@ -669,12 +677,12 @@ except OutOfFastMemoryError as error:
 # %% [markdown]
 # ### The law
 #
-# Some texts say that FlashAttention needs $O(N)$ memory *accesses*. It is its extra memory that is $O(N)$. How do the accesses grow
-# with the length, the head dimension, and the fast memory? The last one first:
+# Some texts say that FlashAttention needs $O(N)$ memory *accesses*, but only its extra memory is $O(N)$. How do the
+# accesses grow with the length, the head dimension, and the fast memory? First the fast memory:
 #
 # ![Numbers moved for each entry of S against the size of the fast memory: both versions of FlashAttention fall in proportion, the textbook only up to a point.](../theory/figures/io-traffic.png)
 #
-# **Predict first**: the sequence gets twice as long, the memory stays.
+# **Predict first**: how much does the traffic grow if the sequence gets twice as long and the memory stays the same?
 
 # %%
 predicted_growth = None  # your guess: times as much traffic
@@ -709,21 +717,21 @@ growth = accesses("version2", 2**16, 64, 2**17) / accesses("version2", 2**15, 64
 checks.compare_prediction("Twice the length", predicted_growth, growth, "times")
 
 # %% [markdown]
-# So it is $N^2 d^2 / M$: theorem 2 of the FlashAttention paper. *Quadratic* in the length, as for the textbook; the gain is a constant
-# factor, and a large one: about $M / d^2$. (The powers are not whole numbers, because blocks are powers of two here, and because $Q$
-# and $O$ pass once whatever the tiles; theory chapter 4 has the derivation, with its constants.) Doubling `head_dim` costs four times
-# the traffic, so large heads gain least.
+# So the traffic is $N^2 d^2 / M$: theorem 2 of the FlashAttention paper. It is *quadratic* in the length, as for the
+# textbook. The gain is a large constant factor, about $M / d^2$. (The powers are not whole numbers, because blocks are
+# powers of two here, and because $Q$ and $O$ pass once for any tiles. Theory chapter 4 derives the law with its
+# constants.) Doubling `head_dim` costs four times the traffic, so large heads gain least.
 #
-# And version 2's order, queries outside, moves less than version 1's at the same $M$, each with its best blocks: $O$ stays in fast
-# memory until it is done. (In the counts above, the blocks of 16 by 32 favoured version 1.)
-# That was not even its main reason. Section 4.5 shows the other one.
+# Version 2 (queries outside) moves less than version 1 at the same $M$, each with its best blocks, because $O$ stays in
+# fast memory until it is done. (In the counts above, the blocks of 16 by 32 favoured version 1.) But this was not the
+# main reason for version 2: section 4.5 shows that one.
 #
 # ### What a GPU's counters see
 #
-# $M$ is the memory of *one* multiprocessor. On a GPU most of what passes that border comes from the L2 cache, 60 MiB on an H200, not
-# from HBM. NVIDIA's Nsight Compute counts bytes at the three borders of the drawing. Three shapes, three
-# kernels each (`python -m benchmarks traffic --three`, recorded). **Predict first**: by how many percent is the
-# count of the tiles' bytes off, at border 1, to the multiprocessors?
+# $M$ is the memory of *one* multiprocessor. On a GPU most of the data that enters it comes from the L2 cache (60 MiB on
+# an H200), not from HBM. NVIDIA's Nsight Compute counts bytes at the three borders of the drawing, here for three
+# shapes and three kernels each (`python -m benchmarks traffic --three`, recorded). **Predict first**: at border 1, to
+# the multiprocessors, by how many percent does the count of the tiles' bytes differ from the hardware's?
 
 # %%
 predicted_gap = None  # your guess, in percent
@@ -741,15 +749,15 @@ print(shapes.join(gigabytes.round(2)).to_string(index=False))
 # %% [markdown]
 # ![Bytes of three kernels at three borders, counted and read by Nsight Compute: equal at the multiprocessors, less at L2, far less at the memory.](../theory/figures/io-borders.png)
 #
-# The count is exact to the byte. What the theorem speaks of, and what you counted by hand, is what the hardware moves. Behind that
-# border it gets less, as a rule: requests for the same block are joined on their way to L2 (with `head_dim` 64 the backward pass has
-# 6% *more* there, and we do not know why). HBM gives each tensor about once, at most 1.28 times here (with grouped heads), since K and
-# V of the heads at work fit into L2. That is why the roofline of section 4.2, with each tensor once, is the right one for HBM. The
-# theorem counts the border in front of it.
+# The count is exact to the byte: the hardware moves what the theorem describes and what you counted by hand. Less data
+# usually crosses the next border, because requests for the same block are joined on their way to L2. (With `head_dim`
+# 64 the backward pass has 6% *more* there, and we do not know why.) HBM delivers each tensor about once, at most 1.28
+# times here (with grouped heads), because K and V of the active heads fit into L2. So the roofline of section 4.2, with
+# each tensor once, is right for HBM. The theorem counts the border in front of it.
 #
 # ### The largest tensor
 #
-# One question about any program costs a single call: which is the largest tensor that it makes?
+# You can ask one question of any program with a single call: which is the largest tensor that it makes?
 
 # %%
 here = [one.name for one in available_backends(q, k, v) if one.runs]
@@ -764,14 +772,16 @@ for name, program in programs.items():
     print(f"{name:14} {seen.nbytes / 2**20:6.1f} MiB, shape {tuple(seen.shape)}, by {seen.op}")
 
 # %% [markdown]
-# For textbook attention it is $N \times N$ for each head. FlashAttention has nothing larger than its output, or than a tile of all
-# heads (`flash_torch`, in plain PyTorch). Such a count cannot be fooled by an allocator or a cache: the tests of this lab use it.
+# For textbook attention it is $N \times N$ for each head. FlashAttention has nothing larger than its output, or than a
+# tile of all heads (`flash_torch`, in plain PyTorch). No allocator or cache can distort this count, so the lab's tests
+# use it.
 #
 # ### Tiles to play with
 #
-# Which tiles are best? One head of 4,096 tokens and $d = 64$ in bfloat16, and the shared memory of an H100's or H200's
-# multiprocessor, 228 KiB (a single program may take 227 of them; the controls below offer that). As in the papers, $B_r$ is `block_q`
-# and $B_c$ is `block_k`. **Predict first**: which $B_r$ and $B_c$ (powers of two) move least?
+# Which tiles are best? Take one head of 4,096 tokens with $d = 64$ in bfloat16, and the shared memory of an H100's or
+# H200's multiprocessor: 228 KiB, of which a single program may use 227 (the controls below offer 227). As in the
+# papers, $B_r$ is `block_q` and $B_c$ is `block_k`. **Predict first**: which $B_r$ and $B_c$ (powers of two) move
+# least?
 
 # %%
 predicted_blocks = None  # your guess, (Br, Bc)
@@ -788,12 +798,12 @@ plotting.plot_tile_choices(tiles)
 tile_explorer(seqlen=4096, head_dim=64)
 
 # %% [markdown]
-# The controls need a running notebook; the picture above is one setting of them. In this count, the block that stays ($B_r$ in
-# version 2) should be as large as fits, and the other may be as small as you like. Why do real kernels take 64 or 128 by 64 or 128?
-# The accumulator lies in *registers*: 512 rows of 64 float32 numbers are half of all that a multiprocessor has. Tensor cores multiply at
-# least 16 columns
-# at a time, and are fed well only with more. Several blocks of K and V must be on their way at once. And few large programs leave
-# multiprocessors idle. Traffic is one of several costs, and with an L2 cache in between not the highest. So kernels are *tuned*:
+# The controls need a running notebook; the picture above is one setting of them. In this count, the block that stays
+# ($B_r$ in version 2) should be as large as fits, and the other may be small. Real kernels use 64 or 128 by 64 or 128,
+# for several reasons. The accumulator is in *registers*: 512 rows of 64 float32 numbers take half of a multiprocessor's
+# registers. Tensor cores multiply at least 16 columns at a time, and need more to be busy. Several blocks of K and V
+# must be loading at the same time. And a small number of large programs leaves multiprocessors idle. Traffic is only
+# one cost, and with an L2 cache not the highest. So kernels are *tuned*:
 
 # %%
 tuned = load_run("tune-forward-h200").query("seqlen == 4096 and head_dim == 64 and not causal")
@@ -803,16 +813,18 @@ tuned = tuned.sort_values("median_ms")[
 print(pd.concat([tuned.head(4), tuned.tail(3)]).round(3).to_string(index=False))
 
 # %% [markdown]
-# These are the fastest four and the slowest three of 27 tilings: the lab's plain Triton kernel on an H200, always the same algorithm
-# (`python -m benchmarks tune`). *warps* are groups of 32 threads of a program; *stages*, how many blocks of K and V are loaded ahead.
+# These are the fastest four and the slowest three of 27 tilings of one algorithm: the lab's plain Triton kernel on an
+# H200 (`python -m benchmarks tune`). *warps* are groups of 32 threads of a program; *stages* is the number of blocks of
+# K and V that are loaded ahead.
 #
 # ## 4.4 · The kernel
 #
 # *Core · 65 minutes*
 #
-# Time to write one. In Triton you write what *one program* does with its block of numbers; `tl.program_id` says which block is its own.
-# `tl.load` and `tl.store` move blocks between memory and registers. First the smallest kernel there is: it doubles a vector.
-# Where there is no GPU, Triton's interpreter runs the same code with NumPy: slowly, and it can be debugged like any Python.
+# Now write a kernel. In Triton you write what *one program* does with its block of numbers. `tl.program_id` gives the
+# program's block; `tl.load` and `tl.store` move blocks between memory and registers. The smallest example doubles a
+# vector. Without a GPU, Triton's interpreter runs the same code with NumPy: it is slow, but you can debug it like any
+# Python.
 
 # %%
 try:
@@ -834,7 +846,7 @@ def double_kernel(X, OUT, n, BLOCK: tl.constexpr):
     """One program doubles one block. X and OUT point to the first element."""
     first = tl.program_id(0) * BLOCK  # this program's block begins here
     places = first + tl.arange(0, BLOCK)
-    exist = places < n  # the last block may reach behind the end
+    exist = places < n  # the last block may reach beyond the end
     numbers = tl.load(X + places, mask=exist)
     tl.store(OUT + places, 2 * numbers, mask=exist)
 
@@ -850,15 +862,15 @@ if can_run:
 # ### Exercise 4-3 · A FlashAttention kernel, in four steps
 # ●●● · 60 minutes · 10 points
 #
-# You write four kernels; each one prepares the next. Each comes with a *launcher*, a Python function that takes and returns tensors. A
-# kernel writes wherever its pointers point: a store without a mask destroys what lies behind the tensor, and may kill Python. So the
-# launchers leave some room there (`guarded_zeros`), and look at it afterwards.
+# You write four kernels; each prepares the next. Each comes with a *launcher*, a Python function that takes and returns
+# tensors. A kernel writes wherever its pointers point: a store without a mask overwrites what comes after the tensor
+# and may crash Python. So the launchers leave some room there (`guarded_zeros`) and check it afterwards.
 #
 # #### Step 1 · Add two vectors · 5 minutes, 1 point
 #
 # ![Ten numbers in memory and three programs of four lanes: two lanes of the last program lie beyond the end, and the mask is False there.](../theory/figures/triton-programs.png)
 #
-# Complete the kernel; its launcher is there.
+# Complete the kernel; its launcher is given.
 
 
 # %% nbgrader={"grade": false, "grade_id": "ex-4-3-add", "locked": false, "schema_version": 3, "solution": true, "task": false}
@@ -891,9 +903,9 @@ checks.check_triton_add(add, seed=33)
 # %% [markdown]
 # #### Step 2 · Softmax of rows · 12 minutes, 1 point
 #
-# One program computes one row of `X`, in blocks of columns, because a row may be longer than a
-# block. It runs over the row twice: the first time for the maximum `m` and the sum `l`, as in exercise 1-3; the second time to store
-# $e^{x - m} / l$. Row `i` begins at `X + i * stride_x`, and at `OUT + i * stride_out`.
+# One program computes one row of `X`, in blocks of columns, because a row may be longer than a block. It goes over the
+# row twice: first for the maximum `m` and the sum `l`, as in exercise 1-3, then to store $e^{x - m} / l$. Row `i`
+# begins at `X + i * stride_x`, and at `OUT + i * stride_out`.
 #
 # You also have `tl.max(x, 0)` and `tl.sum(x, 0)` of a block, `tl.maximum(a, b)`, `tl.exp(x)`, and loops over `tl.range(0, n, BLOCK)`.
 # `tl.load(..., mask=inside, other=7.0)` gives 7 where the mask is false. `tl.arange` takes constants only: write `first + tl.arange(0, BLOCK)`.
@@ -901,7 +913,7 @@ checks.check_triton_add(add, seed=33)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# What should a lane behind the row's end hold, so that it changes neither maximum nor sum?
+# What should a lane beyond the row's end hold, so that it changes neither maximum nor sum?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -954,10 +966,10 @@ checks.check_triton_softmax(row_softmax, seed=34)
 # %% [markdown]
 # #### Step 3 · The heart · 13 minutes, 4 points
 #
-# The softmax of step 2 stores N numbers a row. FlashAttention stores none of them: it takes each tile
-# of scores into a running output at once.
+# The softmax of step 2 stores N numbers a row. FlashAttention stores none of them: it adds each tile of scores to a
+# running output.
 #
-# Write `update(m, l, acc, scores, v) -> (m, l, acc)`, which is called once for each tile of keys.
+# Write `update(m, l, acc, scores, v) -> (m, l, acc)`. It is called once for each tile of keys.
 #
 # | | shape | dtype |
 # | --- | --- | --- |
@@ -1032,7 +1044,7 @@ checks.check_update_dtype(update)
 # %% [markdown]
 # #### Step 4 · The whole kernel · 30 minutes, 4 points
 #
-# Around the heart, one program computes `BLOCK_Q` queries of one head: the left half of this drawing.
+# Around `update`, one program computes `BLOCK_Q` queries of one head: the left half of this drawing.
 #
 # ![Two loop orders. Left, queries outside: one program keeps O of its block while the keys pass. Right, keys outside, as in the backward pass.](../theory/figures/loop-order.png)
 #
@@ -1142,8 +1154,9 @@ checks.check_triton_flash_skips(my_triton_flash, seed=37)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# That is FlashAttention, from the pointers up. Yours and the lab's on real inputs, beside the oracle in float64, and timed. (On a CPU the
-# time is the interpreter's, and says nothing about a GPU. float16 itself rounds numbers near 1 by up to 5e-04.)
+# That is a complete FlashAttention forward. Your kernel and the lab's run on real inputs, are compared with the oracle
+# in float64, and timed. (On a CPU this is the interpreter's time, which says nothing about a GPU. float16 itself rounds
+# numbers near 1 by up to 5e-04.)
 
 # %%
 from labsupport.attention import oracle_attention
@@ -1176,19 +1189,20 @@ else:
     print("The kernel cannot run here:", mode.missing())
 
 # %% [markdown]
-# A correct kernel is not yet a fast one. What decides about speed:
+# A correct kernel is not yet a fast one. Speed depends on:
 #
 # - *tiles*, warps and stages: a factor of 1.8 between the best and the worst, above;
 # - *resources*: `python -m benchmarks resources --capability 90 --head-dim 64 --kernel forward` compiles for a
-#   GPU that need not be there. In bfloat16 it says: 110 registers a thread, 64 KiB of shared memory, nothing spilled, 2 programs on a
+#   GPU that you don't need to have. In bfloat16 it reports: 110 registers a thread, 64 KiB of shared memory, nothing spilled, 2 programs on a
 #   multiprocessor;
 # - *overlap*: while tensor cores multiply, the exponentials of another tile should be computed, and the next blocks fetched. The
 #   profiler found this lab's forward waiting: its *tensor pipe*, the tensor cores' queue, was active 57% of the time.
 #
 # ![Three timelines of the same work. In order, tensor cores wait during each softmax and are busy 59% of the time. Pipelined within one group, 84%. With two groups that take turns, 100%](../theory/figures/versions-overlap.png)
 #
-# How far does that carry? Forward, head_dim 128, no mask, 16,384 tokens a call, TFLOP/s of the kernels alone, each measured for a
-# second (`gluon-peers-h200`). A large matrix product, measured in the same way, reaches 757 (`data/runs/gluon-notes.md`).
+# How fast can it get? Forward, head_dim 128, no mask, 16,384 tokens a call, in TFLOP/s of the kernels alone, each
+# measured for a second (`gluon-peers-h200`). A large matrix product, measured in the same way, reaches 757
+# (`data/runs/gluon-notes.md`).
 
 # %%
 kernels = load_run("gluon-peers-h200")
@@ -1205,19 +1219,20 @@ for ours in ("flash_triton", "flash_gluon"):
     print(geometric_means(compare_with_peers(kernels, ours)).round(2).to_string(index=False))
 
 # %% [markdown]
-# How many times as fast the lab's kernels are as each other implementation: the geometric mean over all shapes of that run, and the
-# smallest ratio. The Triton kernel is faster than PyTorch's FlashAttention-2 and FlexAttention, and slower than cuDNN and
-# FlashAttention-4: those overlap softmax and tensor cores, and Triton gives you no way to say so. `flash_gluon` does. It is the lab's
-# kernel in Gluon, the language below Triton, where groups of warps have different jobs. Chapter 5, "From Triton to Gluon", builds it
-# in four steps. All of them compute the same, and all of them have those few lines at their heart.
+# These are the speeds of the lab's kernels relative to each other implementation: the geometric mean over all shapes of
+# that run, and the smallest ratio. The Triton kernel is faster than PyTorch's FlashAttention-2 and FlexAttention, and
+# slower than cuDNN and FlashAttention-4. Those two overlap softmax and tensor cores, which Triton cannot express.
+# `flash_gluon` does: it is the lab's kernel in Gluon, the language below Triton, where groups of warps have different
+# jobs. Chapter 5, "From Triton to Gluon", builds it in four steps. All these kernels compute the same with the same few
+# lines.
 #
 # ## 4.5 · Batch, length, heads
 #
-# *Further (optional).* How does time grow? FLOPs are proportional to batch, to heads, and to $N^2$. So would be the time, if FLOPs
-# were all.
+# *Further (optional).* How does time grow? FLOPs are proportional to batch, to heads, and to $N^2$. If only FLOPs took
+# time, time would be too.
 #
-# **Predict first**: how many times as long does FlashAttention take for 16 times as many *tokens in one sequence*, and for 16 times
-# the *batch*?
+# **Predict first**: how many times as long does FlashAttention take for 16 times as many *tokens in one sequence*, and
+# for 16 times the *batch*?
 
 # %%
 predicted_length_factor = None  # your guess for the length
@@ -1271,12 +1286,13 @@ both["tokens x heads"] = both.batch * both.heads * both.seqlen
 both[["seqlen", "batch", "heads", "median_ms", "tflops"]].round(4)
 
 # %% [markdown]
-# To a kernel, batch and heads are alike: independent pieces. Once the device is full, twice as many take about twice the time. With
-# fewer, a device has idle units, and twice as many cost less than twice; when they no longer fit into a cache, more. The length
-# counts twice. (Calls of less than a millisecond scatter: on a busy machine, look at the long ones.)
+# To a kernel, batch and heads are the same: independent work. Once the device is full, twice as much takes about twice
+# the time. Before that it takes less than twice, because idle units join in; when the data no longer fits into a cache,
+# it takes more. Time grows with the length squared. (Calls of less than a millisecond vary: on a busy machine, look at
+# the long ones.)
 #
-# **"Flash is always faster."** Compare like with like: the same dtype. In bfloat16 on one thread of a server's CPU (`calibration-cpu`),
-# and in float32; how many times as fast as the textbook is FlashAttention?
+# **"Flash is always faster."** Compare calls in the same dtype. How many times as fast as the textbook is
+# FlashAttention on one thread of a server's CPU (`calibration-cpu`), in bfloat16 and in float32?
 
 # %%
 cpu = load_run("calibration-cpu")
@@ -1294,8 +1310,8 @@ faster = speedup(plain[plain.backend.isin(["standard", "sdpa_flash"])]).query(
 faster.pivot(index="dtype", columns="seqlen", values="speedup").round(2)
 
 # %% [markdown]
-# Below 1 the textbook wins. Its matrix products are the most polished code of all, and while $S$ fits into a cache, there is nothing
-# to save. FlashAttention's *memory* is smaller at any length.
+# Below 1 the textbook is faster. Its matrix products are highly optimised, and while $S$ fits into a cache, there is
+# nothing to save. FlashAttention needs less *memory* at any length.
 #
 # ### The same on an H200, recorded
 #
@@ -1319,10 +1335,11 @@ plotting.plot_time(
 )
 
 # %% [markdown]
-# `flash_torch` is FlashAttention, too, written in PyTorch: each tile is a few kernels, launched from Python. It saves all the memory,
-# and is slower than the textbook. An algorithm is not a speed.
+# `flash_torch` is also FlashAttention, written in PyTorch: each tile is a few kernels, launched from Python. It saves
+# all the memory, but is slower than the textbook. The algorithm alone does not decide the speed.
 #
-# **Starting up.** The kernels' own time beside that of the call from Python, 512 tokens a sequence, 16,384 in all (`peers-h200`):
+# **Starting up.** The kernels' own time compared with that of the call from Python, 512 tokens a sequence, 16,384 in
+# all (`peers-h200`):
 
 # %%
 peers = load_run("peers-h200")
@@ -1331,13 +1348,14 @@ starts = starts.set_index(["direction", "backend"])[["median_ms", "call_ms"]]
 starts.assign(share=starts.median_ms / starts.call_ms).round(3)
 
 # %% [markdown]
-# Up to half of a call is waiting for Python. Larger batches, CUDA graphs (many launches recorded, and replayed as one) and
-# `torch.compile` help; a faster kernel does not.
+# Up to half of a call is spent waiting for Python. Larger batches, CUDA graphs (many launches recorded, and replayed as
+# one) and `torch.compile` help; a faster kernel does not.
 #
-# **Enough programs?** An H200 has 132 multiprocessors. FlashAttention's first version starts one program for each head of each
-# sequence; the second one for each block of 128 queries, too. What if there are few heads? 16,384 tokens in all, head_dim 64, no mask
-# (`loop-orders-h200`). Two things differ between the versions: the loop order, and the tiles. `same_tiles_ms` is version 2 with
-# version 1's small tiles, so that `order` is what the loop order alone brings, and `tiles` what larger tiles bring:
+# **Enough programs?** An H200 has 132 multiprocessors. FlashAttention's first version starts one program for each head
+# of each sequence. The second one starts a program for each block of 128 queries of each head. What happens if there
+# are few heads? 16,384 tokens in all, head_dim 64, no mask (`loop-orders-h200`). The versions differ in two ways: the
+# loop order and the tiles. `same_tiles_ms` is version 2 with version 1's small tiles, so `order` is the gain from the
+# loop order alone, and `tiles` the gain from larger tiles:
 
 # %%
 orders = load_run("loop-orders-h200").query("head_dim == 64 and not causal")
@@ -1349,25 +1367,28 @@ orders[[*names, "version2_ms", "order", "tiles"]].round(2)
 
 
 # %% [markdown]
-# Version 1, from 1 to 16 programs: 16 times the work takes nearly the same time, because 15 more multiprocessors join in, and 116
-# still idle. *That* is why version 2 turned the loops round. With 16 programs the order brings a factor of 19: idle multiprocessors explain
-# 132 / 16 = 8 of it, and the lone program's waiting the rest. With 128 programs hardly any multiprocessor idles, and the order alone
-# brings 2, about what the paper gains over its own, tuned version 1 ([chapter 5](../theory/05-from-v1-to-v4.md)). Large tiles bring
-# another 3.5 to 4.5: a comparison of whole programs, 9 to 779 here, would credit the loop order with that, too.
+# From 1 to 16 programs, version 1 takes nearly the same time for 16 times the work: 15 more multiprocessors join in,
+# and 116 are still idle. *This* is why version 2 swapped the loops. With 16 programs the order gains a factor of 19:
+# idle multiprocessors explain 132 / 16 = 8 of it, and the time that a lone program spends waiting explains the rest.
+# With 128 programs hardly any multiprocessor is idle, and the order alone gains 2, about what the paper gains over its
+# own, tuned version 1 ([chapter 5](../theory/05-from-v1-to-v4.md)). Large tiles gain another 3.5 to 4.5. If you
+# compared whole programs (9 to 779 here), you would credit the loop order with that too.
 #
-# And version 2: from 128 to 256 programs the work doubles, the time grows by half: 128 programs leave four multiprocessors idle, and
-# each of the others with one program, where two could hide each other's waiting. From 256 to 512 it doubles. Such steps are called *wave quantisation*: programs start in *waves*, as many as fit at a time, and the last
-# wave costs as much as a full one.
+# In version 2, from 128 to 256 programs, the work doubles but the time grows by half. With 128 programs, four
+# multiprocessors are idle. Each of the others runs one program, although two could use each other's waiting time. From
+# 256 to 512 programs the time doubles. Such steps are called *wave quantisation*: programs start in *waves*, as many as
+# fit at a time, and the last wave costs as much as a full one.
 #
 # ![Left, by formula: the share of slots at work is a saw-tooth that falls to a half after the first wave, and by less and less after later ones. Right: recorded times of a kernel with 128, 256, 512 and 1024 programs lie on staircases of 132 programs a step for head_dim 128 and of 264 for head_dim 64; with 128 programs head_dim 64 lies below its first step](../theory/figures/performance-waves.png)
 #
 # ## 4.6 · Can it be predicted?
 #
-# *Further (optional).* A model of two numbers: what a call costs to start, and the rate at which it then works.
+# *Further (optional).* A simple model has two numbers: the time to start a call, and the rate at which it then works.
 #
 # $$t = t_0 + \frac{\text{FLOPs}}{\text{rate}}$$
 #
-# It is good if it predicts shapes that it *has not seen*. So some rows are put aside, *held out*, before anything is fitted.
+# A model is good if it predicts shapes that it *has not seen*. So some rows are *held out*: they are not used for the
+# fit.
 
 # %% [markdown]
 # ### Exercise 4-4 · Two numbers that predict
@@ -1379,19 +1400,19 @@ orders[[*names, "version2_ms", "order", "tiles"]].round(2)
 # | `predict_time(flops, start_ms, tflops)` | a number, or an array | the time in ms: a number, or an array |
 # | `held_out_error(table)` | a DataFrame: `flops`, `median_ms`, `status`, `held_out` (bool) | `(start_ms, tflops, error)` |
 #
-# `tflops` is in $10^{12}$ a second. `held_out_error` leaves out rows whose `status` is not `"ok"` (their time is NaN), fits those that
-# are not held out, and judges those that are: `error` is the mean of |predicted - measured| / measured, a fraction. The table stays as
-# it is.
+# `tflops` is in $10^{12}$ a second. `held_out_error` drops rows whose `status` is not `"ok"` (their time is NaN), fits
+# the rows that are not held out, and tests on those that are. `error` is the mean of |predicted - measured| / measured,
+# a fraction. Don't change the table.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Two calls, 1 ms and 100 ms, each predicted 10% too high: how much does each add to a sum of squares of errors in ms, and of relative
-# errors?
+# Two calls, 1 ms and 100 ms, are each predicted 10% too high. How much does each add to a sum of squares of errors in
+# ms, and of relative errors?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Relative errors: divide the equation `start + slope * work = ms` by `ms`. Then there are two unknowns, a row for each measurement, and
-# a 1 on the right: `np.linalg.lstsq`. Work in $10^9$ FLOPs keeps the numbers near one another.
+# For relative errors, divide the equation `start + slope * work = ms` by `ms`. This gives two unknowns, one row for
+# each measurement, and a 1 on the right: `np.linalg.lstsq`. Work in $10^9$ FLOPs keeps the numbers similar in size.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1454,12 +1475,12 @@ checks.check_held_out(held_out_error, seed=43)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# On recorded runs. The package's own predictor (`labsupport.analysis.predictor`) is fitted to the same rows as yours, and tested on
-# the same rows: of `attention-h200` the lengths 512, 4,096 and 16,384 are fitted, the three between them held out. It counts more than
-# FLOPs: tiles, exponentials, bytes, and what a causal mask costs along its diagonal; and one fit serves both masks. Forward only,
-# errors in percent.
+# Now use it on recorded runs. The package's own predictor (`labsupport.analysis.predictor`) is fitted and tested on the
+# same rows as yours: of `attention-h200` the lengths 512, 4,096 and 16,384 are fitted, the three between them held out.
+# It counts more than FLOPs: tiles, exponentials, bytes, and the cost of a causal mask along its diagonal. One fit
+# serves both masks. Forward only, errors in percent.
 #
-# **Predict first**: the error of your two numbers for cuDNN, without a mask.
+# **Predict first**: how large is the error of your two numbers for cuDNN, without a mask?
 
 # %%
 predicted_error = None  # your guess, in percent
@@ -1494,10 +1515,11 @@ print(found.round(1).to_string(index=False))
 # %% [markdown]
 # ![Predicted over measured times of held-out shapes in two recorded runs: most points lie within a few percent of 1, the outliers are short calls.](../theory/figures/performance-predicted.png)
 #
-# (The package, on two whole runs.) Without a mask, two numbers hit cuDNN's times to about one percent, which is better than the package's one fit for everything. With a
-# causal mask they are several times as wrong. Why? A tile on the diagonal is computed whole, and half of it is thrown away; besides,
-# it must be masked. There are $N / B$ such tiles, so this costs in proportion to $N$: neither a start, which is always the same, nor
-# $N^2$. Let us test the explanation: count the FLOPs of the tiles that are computed, instead of visible pairs.
+# (The plot shows the package's predictor on two whole runs.) Without a mask, two numbers predict cuDNN's times within
+# about one percent, which is better than the package's one fit for everything. With a causal mask the error is several
+# times as large. Why? A tile on the diagonal is computed whole, masked, and half of it is thrown away. There are
+# $N / B$ such tiles, so this cost is proportional to $N$. It is neither a start, which is always the same, nor $N^2$.
+# Test this explanation: count the FLOPs of the tiles that are computed, instead of visible pairs.
 
 # %% tags=["nbval-check-output"]
 from labsupport.analysis.traffic import Sizes
@@ -1511,10 +1533,11 @@ for tile in (1, 64, 128, 256):
     print(f"tiles of {tile:3} x {tile:3}: {error:.1%} off")
 
 # %% [markdown]
-# Tiles explain a part of the error, so something else along the diagonal costs time, too. The package has a term for it. A model can
-# also be right for the wrong reason, on rows that are too much alike: in a run where batch times length is always the same, the diagonal
-# costs the same in every row, and hides in the start ([chapter 8](../theory/08-performance-model.md#how-good-is-it) tests other runs,
-# and a CPU). One prediction in full, with its interval and its reasons:
+# Tiles explain only part of the error, so something else along the diagonal costs time too. The package has a term for
+# it. A model can also look right when its test rows are too similar. If batch times length is the same in every row,
+# the diagonal costs the same in every row and cannot be separated from the start ([chapter
+# 8](../theory/08-performance-model.md#how-good-is-it) tests other runs, and a CPU). Here is one full prediction, with
+# its interval and its reasons:
 
 # %%
 asked = Case("sdpa_cudnn", 6144, batch=4, heads=16, dtype="bfloat16", causal=True)
@@ -1523,8 +1546,9 @@ print(analysis.predict(asked, model))
 # %% [markdown]
 # ## 4.7 · Other hardware
 #
-# *Further (optional).* What would another GPU do? The specifications (`data/hardware.csv`, each row with its source), and from them
-# the ridge in half precision. A case of lower intensity is bound by memory there:
+# *Further (optional).* How fast would another GPU be? The table shows specifications (`data/hardware.csv`, each row
+# with its source) and the ridge in half precision that follows from them. A case of lower intensity is bound by memory
+# on that GPU:
 
 # %%
 from labsupport.profiling import hardware_table
@@ -1544,14 +1568,15 @@ print(f"ridge of this device, {name_of_dtype}, measured: {ridge:.0f} FLOPs a byt
 pd.DataFrame(table).round().astype(int)
 
 # %% [markdown]
-# From V100 to B200 the ridge has doubled: arithmetic grew faster than bandwidth, and more cases fall on the memory's side. (An H200 is
-# an H100 with faster memory, so its ridge is lower again; the L4 has much arithmetic beside a narrow memory.) Your own device's ridge
-# stands above the table: a processor's ridge is far lower, so there nearly all of attention is bound by arithmetic.
+# From V100 to B200 the ridge has doubled: arithmetic grew faster than bandwidth, so more cases are bound by memory. (An
+# H200 is an H100 with faster memory, so its ridge is lower again; the L4 has much arithmetic and little bandwidth.)
+# Your own device's ridge is printed above the table. A CPU's ridge is far lower, so nearly all of attention is bound by
+# arithmetic there.
 #
-# `transfer` carries a calibrated model to a GPU that nobody measured, *from its specification alone*: its ceilings are assumed to be
-# reached to the same share, by the same program. The intervals are wide, and wider for another generation, because the second
-# assumption is the weaker one: FlashAttention-2 reaches up to 73% of an A100's peak, and 35% of an H100's (abstracts of the papers of
-# versions 2 and 3).
+# `transfer` applies a calibrated model to a GPU that nobody measured, *from its specification alone*. It assumes that
+# the same program reaches the same share of that GPU's ceilings. The intervals are wide, and wider for another
+# generation, because there the assumption is weaker: FlashAttention-2 reaches up to 73% of an A100's peak, and 35% of
+# an H100's (abstracts of the papers of versions 2 and 3).
 
 # %%
 from labsupport.profiling.hardware import read_specs
@@ -1574,7 +1599,7 @@ ran = recorded.query(
 elsewhere["measured_ms"] = elsewhere.device.map({"H200": ran.median_ms.iloc[0]})
 plotting.plot_predictions(
     elsewhere,
-    title="FlashAttention-2 on other GPUs: a guess, and how wide it is",
+    title="FlashAttention-2 on other GPUs: predictions and their intervals",
     small_print="sdpa_flash, forward, causal, N = 8192, batch 4, 16 heads of 64, bfloat16. "
     "Calibrated on an H200 (attention-h200; this length was held out), carried over by "
     "specification alone: nothing was measured on the other GPUs",
@@ -1582,13 +1607,14 @@ plotting.plot_predictions(
 
 
 # %% [markdown]
-# A line is a promise that you can test: run `labsupport bench --seqlen 8192 --batch 4 --nheads 16 --headdim 64 --causal` on such a GPU.
-# A V100 or T4 has no bfloat16 tensor cores, and no FlashAttention-2: there SDPA's memory-efficient kernel is the one, in float16.
+# You can test each line: run `labsupport bench --seqlen 8192 --batch 4 --nheads 16 --headdim 64 --causal` on that GPU.
+# A V100 or T4 has no bfloat16 tensor cores and no FlashAttention-2: use SDPA's memory-efficient kernel there, in
+# float16.
 #
 # ## 4.8 · Which one to take
 #
-# *Core.* All that ends in a decision. Somebody brings a workload, a limit of memory and a dtype; you have a table of times, some
-# measured, some predicted.
+# *Core.* Now use all this to decide. You get a workload, a memory limit, a dtype, and a table of times, some measured,
+# some predicted.
 
 # %% [markdown]
 # ### Exercise 4-5 · Choose
@@ -1596,20 +1622,21 @@ plotting.plot_predictions(
 #
 # `choose(table, *, memory_bytes, dtype) -> str | None`
 #
-# `table` is a DataFrame with the columns `backend`, `dtype` (such as `"bfloat16"`), `source` (`"measured"` or `"predicted"`), `status`
-# (`"ok"`, or why not), `ms` and `peak_memory_bytes`. A backend has at most one row for each dtype and source. It is left as it is.
+# `table` is a DataFrame with the columns `backend`, `dtype` (such as `"bfloat16"`), `source` (`"measured"` or
+# `"predicted"`), `status` (`"ok"`, or why not), `ms` and `peak_memory_bytes`. A backend has at most one row for each
+# dtype and source. Don't change the table.
 #
 # 1. Only rows of the `dtype` count. Where a backend has a measured row, its predicted one does not count, whatever the measured one
 #    says.
 # 2. Only rows with status `"ok"` and `peak_memory_bytes <= memory_bytes` are left.
 # 3. Times up to 5% above the fastest of those that are left are a *tie*: the one with the least memory wins.
 #
-# The backend's name comes back; `None` if nothing is left.
+# Return the backend's name, or `None` if nothing is left.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# In which order must the three rules be applied? Think of a backend that was measured, and ran out of memory, and that also has a
-# prediction.
+# In which order must you apply the three rules? Think of a backend that ran out of memory when measured, and that also
+# has a prediction.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -1662,7 +1689,7 @@ checks.check_choice_sources(choose, seed=53)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# An H200, batch 4, 16 heads of 64, no mask, forward. Of some lengths there are measurements, of others predictions only. **Predict
+# An H200, batch 4, 16 heads of 64, no mask, forward. Some lengths were measured, others are only predicted. **Predict
 # first**: which backend for 512 tokens, which for 16,384?
 
 # %%
@@ -1704,12 +1731,12 @@ for n, limit in (
 # %% [markdown]
 # ![Time of each implementation over the fastest one, by length, on an H200: from 2K tokens on fa4 and cuDNN lead; below, the cost of a call from Python decides.](../theory/figures/field-choice.png)
 #
-# Compare with your guess. At 16,384 tokens even the output has 128 MiB: nothing fits into 64. And look at 1,536: the prediction
-# prefers FlashAttention-4, although cuDNN was faster when 1,024 and 2,048 were measured. The difference is smaller than what such
-# predictions are off by (section 4.6).
+# Compare with your guess. At 16,384 tokens the output alone has 128 MiB, so nothing fits into 64. At 1,536 the
+# prediction prefers FlashAttention-4, although cuDNN was faster in the measurements at 1,024 and 2,048. The difference
+# is smaller than the error of such predictions (section 4.6).
 #
-# `labsupport.analysis.recommend` does the same from a model, with its reasons. It also says which candidates are too close to be told
-# apart by prediction: those, measure.
+# `labsupport.analysis.recommend` does the same from a model, and gives its reasons. It also lists the candidates that a
+# prediction cannot distinguish: measure those.
 
 # %%
 from labsupport.analysis.recommend import recommend
@@ -1722,7 +1749,8 @@ print(recommend(workload, model))
 # %% [markdown]
 # ### The guide
 #
-# *Which* implementation? The first yes decides ([chapter 10](../theory/10-field-guide.md#choose) has the reasons):
+# *Which* implementation? Take the first row that you answer with yes ([chapter 10](../theory/10-field-guide.md#choose)
+# has the reasons):
 #
 # ![Eleven questions from the top, the first yes decides: no GPU, an AMD GPU, old GPU, float32, a mask of your own, ALiBi, window, packed documents, dropout, decoding, Hopper or Blackwell; at the bottom remains sdpa_flash or fa2](../theory/figures/field-decision.png)
 #
@@ -1765,34 +1793,34 @@ decoded["% of a copy's bandwidth"] = (100 * decoded.of_copy).round().astype(int)
 print(decoded.pivot(index="implementation", columns="keys", values="% of a copy's bandwidth"))
 
 # %% [markdown]
-# **The usual traps**, all of which you have met:
+# **The usual traps**; you have met all of them:
 #
 # - timing without `synchronize`, or with the first call in it (4.1);
 # - comparing dtypes instead of algorithms, or a mask with no mask (4.5);
 # - FLOPs from a profiler that does not know the kernel (4.1);
-# - judging by bandwidth what is bound by arithmetic (4.2);
-# - expecting of a whole model what attention alone gains (4.1; notebook 2, section 2.9);
+# - judging a case by its bandwidth when arithmetic bounds it (4.2);
+# - expecting a whole model to gain as much as attention alone (4.1; notebook 2, section 2.9);
 # - believing that FlashAttention ran because its name was asked for (notebook 2);
-# - a prediction that was tested on what it was fitted to (4.6).
+# - testing a prediction on the rows that it was fitted to (4.6).
 
 # %% [markdown]
 # ## 4.9 · A fault to find
 #
-# *Further (optional), 12 minutes.* A colleague times calls on a GPU that find an empty cache, as a new request would: before each call a
-# "refill" kernel overwrites the cache. The results are odd: "Our new kernel is four times as fast by NVIDIA's counters, and my
-# benchmark says not even twice."
+# *Further (optional), 12 minutes.* A colleague times calls on a GPU with an empty cache, as a new request would find
+# it: before each call a "refill" kernel overwrites the cache. The results are odd: "Our new kernel is four times as
+# fast by NVIDIA's counters, and my benchmark says not even twice."
 #
-# So that everybody has such a GPU, and a quiet one, it is a virtual one here. `checks.VirtualGpu` follows the rules of a real one with a
-# virtual clock: `launch` queues a kernel and returns after 0.01 ms, `synchronize` waits for all that was queued, `now` reads the
-# program's clock. The first call is compiled, and a call that finds its data in the cache takes half as long.
+# You use a virtual GPU here, so no real one is needed. `checks.VirtualGpu` follows a real one's rules with a virtual
+# clock: `launch` queues a kernel and returns after 0.01 ms, `synchronize` waits for everything in the queue, `now`
+# reads the program's clock. The first call is compiled. A call that finds its data in the cache takes half as long.
 #
 # ### Exercise 4-6 · Find the fault
 # ●●○ · 10 minutes · 0 points (optional)
 #
-# The next cell begins with the colleague's program. Run the table after it *first*: it shows for some calls how long the GPU works on one,
-# which is known here, and what the program measures, in 9 and in 99 repeats (what happens
-# once, such as compiling, would count for less in 99). Then name the cause, and repair the program: `find_fault` returns
-# the letter and a `median_ms` that is at most 0.01 ms (the launch) more than the call's work. (One line is enough.) The options:
+# The next cell begins with the colleague's program. Run the table after it *first*. For some calls it shows the GPU's
+# true work time and the time that the program measures, with 9 and with 99 repeats (one-time costs such as compiling
+# would count for less with 99). Then name the cause and repair the program: `find_fault` returns the letter and a
+# `median_ms` that is at most 0.01 ms (the launch) more than the call's work. (One line is enough.) The options:
 #
 # | | the cause |
 # | --- | --- |
@@ -1805,12 +1833,12 @@ print(decoded.pivot(index="implementation", columns="keys", values="% of a copy'
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Subtract "one call works" from a measured column. On what does the difference depend, and on what not?
+# Subtract "one call works" from a measured column. What does the difference depend on, and what does it not depend on?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Draw the GPU's line and the program's line below each other, for one round of the loop: which kernels are queued, when does each run, and
-# when is the clock read?
+# Draw the GPU's line above the program's line for one round of the loop: which kernels are queued, when does each run,
+# and when is the clock read?
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1885,10 +1913,10 @@ checks.check_clock(after_repair, seed=46)
 # %% [markdown]
 # ## 4.10 · FlashAttention-4: fewer exponentials, fewer rescalings
 #
-# *Further (optional), 30 minutes.* On a B200 a multiprocessor does 8,192 FLOPs in a cycle, and 16 exponentials. At `head_dim` 128 an
-# entry of a tile needs 512 FLOPs and one exponential, so both take equally long ([chapter
-# 5](../theory/05-from-v1-to-v4.md#version-4-fewer-exponentials-fewer-rescalings)). FlashAttention-4 computes some exponentials on the units for
-# ordinary arithmetic, and leaves out most multiplications of $O$.
+# *Further (optional), 30 minutes.* On a B200 a multiprocessor does 8,192 FLOPs in a cycle, and 16 exponentials. At
+# `head_dim` 128 an entry of a tile needs 512 FLOPs and one exponential, so both take equally long ([chapter
+# 5](../theory/05-from-v1-to-v4.md#version-4-fewer-exponentials-fewer-rescalings)). FlashAttention-4 computes some
+# exponentials on the units for ordinary arithmetic, and skips most multiplications of $O$.
 #
 # **A power of two without an exponential.** $2^{-2.75} = 2^{-3} \cdot 2^{0.25}$: a whole power, and a fraction $f$ from 0 to 1. Look at the
 # bits of float32 numbers (sign, exponent, significand) that differ by a whole power:
@@ -1900,8 +1928,9 @@ for number in (2**0.25, 2**1.25, 2**-2.75):
 
 
 # %% [markdown]
-# The significand stays, the exponent moves by the whole power. It begins at bit 23: adding $n$ there multiplies by $2^n$. Only $2^f$ is
-# left, and a polynomial is near enough. This one is exact at `degree + 1` places, Chebyshev's nodes:
+# The significand stays the same, and the exponent changes by the whole power. The exponent begins at bit 23, so adding
+# $n$ there multiplies by $2^n$. Only $2^f$ is left, and a polynomial approximates it. This one is exact at `degree + 1`
+# places, Chebyshev's nodes:
 
 
 # %%
@@ -1913,8 +1942,8 @@ def exp2_polynomial(degree):
 
 
 # %% [markdown]
-# **Predict first**: the weights $P$ are rounded to bfloat16 (an error of up to $2^{-8}$) before they meet $V$. Which degree has an error below
-# that, and which one is below the rounding of float32, $2^{-24}$?
+# **Predict first**: the weights $P$ are rounded to bfloat16 (an error of up to $2^{-8}$) before they are multiplied by
+# $V$. Which degree has an error below that, and which one is below the rounding of float32, $2^{-24}$?
 
 # %%
 predicted_degrees = None  # your guess, two integers
@@ -1931,12 +1960,13 @@ predicted_degrees = None  # your guess, two integers
 # | `exp2_by_bits(x, coefficients)` | `x`: float32, any shape, up to 126; `coefficients`: a list of numbers, the highest power first | $2^n p(f)$, like `x`: $n$ the largest integer that is not above $x$, $f = x - n$, and $p$ the polynomial |
 # | `smallest_degree(polynomials, dtype)` | a list of such lists, of degrees 1, 2, 3 ...; a `torch.dtype` | the degree of the first polynomial with a largest relative error, for $f$ from 0 to 1, of at most `torch.finfo(dtype).eps / 2`; 0 if there is none |
 #
-# `exp2_by_bits` calls no exponential. Hidden keys have the score -inf: below $2^{-126}$, where the exponent's bits run out, any result up to
-# $2^{-126}$ is right. `smallest_degree` computes in float64, on 1,000 places or so.
+# `exp2_by_bits` calls no exponential. Hidden keys have the score -inf. Below $2^{-126}$, where the exponent's bits run
+# out, any result up to $2^{-126}$ is right. `smallest_degree` computes in float64, on about 1,000 places.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# What is -2.75 rounded down, and what is left? And what does -inf do to both? FlashAttention-4 never lets `x` fall below -127.
+# What is -2.75 rounded down, and what is left? What does -inf do to both? FlashAttention-4 never lets `x` fall below
+# -127.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -1999,7 +2029,8 @@ checks.check_smallest_degree(smallest_degree, seed=72)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Your exponential in a softmax: 256 queries, 1,024 keys, and $P$ rounded to bfloat16. How far is the output off, for each degree?
+# Now use your exponential in a softmax with 256 queries and 1,024 keys, where $P$ is rounded to bfloat16. How large is
+# the output's error for each degree?
 
 # %% tags=["nbval-check-output"]
 own_exp2 = checks.solution_or_reference(exp2_by_bits, checks.exp2_by_bits, checks.check_exp2_bits)
@@ -2023,19 +2054,20 @@ for name, p in {**powers, "exp2": torch.exp2(below)}.items():
 
 
 # %% [markdown]
-# Degree 2 is below bfloat16's rounding, but not by much, and the two errors add up; degree 3 is 40 times below, and the output cannot tell it from
-# the true power. It is what FlashAttention-4 takes. float32 itself would need degree 6, and with it twice the arithmetic. (The package
-# moves only a part of a tile's exponentials, because the units for arithmetic have other work.)
+# Degree 2 is just below bfloat16's rounding, so the two errors add up. Degree 3 is 40 times below, and the output is as
+# good as with the true power. FlashAttention-4 uses degree 3. float32 itself would need degree 6, with twice the
+# arithmetic. (The package moves only a part of a tile's exponentials, because the units for arithmetic have other
+# work.)
 #
-# **Rescaling less often.** Softmax is a quotient. Divide weights and sum by *any* reference $2^r$ that a row uses for all its keys,
-# and the quotient is the same:
+# **Rescaling less often.** Softmax is a quotient. Divide weights and sum by *any* reference $2^r$ that a row uses for
+# all its keys, and the quotient stays the same:
 #
 # $$O_i = \frac{\sum_j 2^{s_{ij} - r_i}\, V_j}{\sum_j 2^{s_{ij} - r_i}}$$
 #
-# The running maximum is the safest reference, since no weight exceeds 1. FlashAttention-4 lets $r$ lag: it follows only if the
-# maximum has risen by *more* than 8. Until then weights reach at most $2^8 = 256$. By hand, with tiles of scores (0, 1), (3, 1)
-# and (12, 0): $r = 1$ at first; 3 is 2 above it, so $r$ stays, and the weights are $2^2$ and $2^0$; 12 is 11 above it, so $r = 12$,
-# and all older terms shrink by $2^{1 - 12}$.
+# The running maximum is the safest reference, since no weight exceeds 1. In FlashAttention-4 $r$ changes only if the
+# maximum has risen by *more* than 8. Until then weights reach at most $2^8 = 256$. For example, take tiles of scores
+# (0, 1), (3, 1) and (12, 0). First $r = 1$. The score 3 is 2 above it, so $r$ stays, and the weights are $2^2$ and
+# $2^0$. The score 12 is 11 above it, so $r = 12$, and all older terms shrink by $2^{1 - 12}$.
 #
 # #### Step 2 · A reference that lags · 13 minutes
 #
@@ -2050,16 +2082,18 @@ for name, p in {**powers, "exp2": torch.exp2(below)}.items():
 # | `threshold` | a number | where the largest score of the row is more than this above `r`, `r` becomes that score; elsewhere `r` stays |
 # | `rescaled` | `(rows,)`, bool | where `r` moved, and there was something to rescale: not at a row's first keys |
 #
-# Each row decides for itself. A row that has seen no key keeps -inf, 0 and zeros.
+# Each row decides separately. A row that has seen no key keeps -inf, 0 and zeros.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# It is the update of exercise 4-3, step 3, with another choice of the new reference. What is the factor of old terms where it stays?
+# It is the update of exercise 4-3, step 3, with another choice of the new reference. If the reference stays, what is
+# the factor of the old terms?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `torch.where(condition, a, b)` chooses row by row. Everything after the choice is as always: factor, weights, `l`, `o`. What is -inf minus
-# -inf, and which comparison does NaN pass? Only the subtraction needs care: subtract 0 where the new reference is -inf.
+# `torch.where(condition, a, b)` chooses row by row. After the choice, continue as before: factor, weights, `l`, `o`.
+# What is -inf minus -inf, and which comparison does NaN pass? Only the subtraction needs care: subtract 0 where the new
+# reference is -inf.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -2105,10 +2139,10 @@ checks.check_lazy_edges(lazy_update, seed=74)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Count. 512 queries meet 4,096 keys in 64 tiles. A *warp* is 32 rows here, and may skip a rescaling only if none of its rows needs it.
-# Three kinds of scores: random ones, random ones that are 8 times as large, and a bad order, in which each tile's scores lie 2 above those
-# of the tile before. **Predict first**: in how many of the 63 tiles after the first is a *row* of random scores rescaled, without a
-# threshold and with 8? And a row of rising ones?
+# Now count rescalings. 512 queries meet 4,096 keys in 64 tiles. A *warp* is 32 rows here, and may skip a rescaling only
+# if none of its rows needs it. There are three kinds of scores: random ones, random ones that are 8 times as large, and
+# rising ones, where each tile's scores are 2 above those of the tile before. **Predict first**: in how many of the 63
+# tiles after the first is a *row* of random scores rescaled, without a threshold and with 8? And a row of rising ones?
 
 # %%
 predicted_rescalings = None  # your guess: four numbers
@@ -2161,49 +2195,50 @@ plotting.plot_rescalings(
 )
 
 # %% [markdown]
-# Without a threshold a row's maximum rises less than four times, but a warp rescales in two tiles of three: with 32 rows it is nearly always
-# somebody's turn. With 8, random scores never need it. A bad order does: each rescaling raises $r$ by *more* than 8, so a row has
-# fewer than (last maximum - first one) / 8 of them, here 13 in place of 62. But the rows of a warp soon get out of step, and the warp gains
-# little. In this order the threshold helps little; in a random one it saves every rescaling.
+# Without a threshold a row's maximum rises less than four times, but a warp rescales in two tiles of three, because
+# nearly always one of its 32 rows needs it. With 8, random scores never need it. Rising scores do. Each rescaling
+# raises $r$ by *more* than 8, so a row has fewer than (last maximum - first one) / 8 of them, here 13 instead of 62.
+# But the rows of a warp soon rescale in different tiles, so the warp gains little. In this order the threshold helps
+# little; in a random one it saves every rescaling.
 #
-# All outputs are exact, because `o` and `l` belong to the same $r$ when one is divided by the other. No step needs the true maximum. The log-sum-exp
-# is $r + \log_2 l$, with that same $r$. All but one: a reference that never follows lets the weights grow until float32 overflows, at
-# $2^{128}$. In float16 that would be $2^{16}$. FlashAttention-4 takes 8 for 16-bit inputs, and 0 for 8-bit ones.
+# The outputs are exact, because `o` and `l` use the same $r$ when one is divided by the other. No step needs the true
+# maximum. The log-sum-exp is $r + \log_2 l$, with that same $r$. There is one exception: a reference that never changes
+# lets the weights grow until float32 overflows, at $2^{128}$. In float16 that would be $2^{16}$. FlashAttention-4 uses
+# 8 for 16-bit inputs, and 0 for 8-bit ones.
 
 # %% [markdown]
 # ## What you measured
 #
-# - A profiler shows how much of textbook attention's time goes to the softmax, which has hardly any FLOPs. It knows nothing of a
-#   fused kernel's inside.
-# - Long texts are bound by arithmetic, decode steps by bandwidth. The textbook's intensity stands still while $N$ grows.
+# - A profiler shows how much of textbook attention's time goes to the softmax, which has hardly any FLOPs. It cannot see inside
+#   a fused kernel.
+# - Long texts are bound by arithmetic, decode steps by bandwidth. The textbook's intensity stays the same while $N$ grows.
 # - Traffic is $N^2 d^2 / M$: quadratic, with a small constant. HBM sees each tensor about once, because L2 catches the rest.
-# - A few lines are the heart of the kernel. Tiles, resources and overlap around it decide about its speed.
-# - Two numbers predict a fused kernel within some percent, where nothing else changes; a term for the diagonal is missing. Held-out
-#   rows say so, fitted ones would not.
-# - A polynomial of degree 3 replaces the exponential where bfloat16 follows. A reference that lags leaves the output exact, and saves
-#   nearly all rescalings.
-# - Which implementation is best depends on length, dtype, mask and device. A table of measurements, and a rule for ties, decides.
+# - The kernel's core is a few lines. Tiles, resources and overlap decide its speed.
+# - Two numbers predict a fused kernel within some percent, if nothing else changes; a term for the diagonal is missing. Held-out
+#   rows show this, fitted ones would not.
+# - If the result is rounded to bfloat16, a polynomial of degree 3 can replace the exponential. A reference that lags keeps the
+#   output exact, and saves nearly all rescalings when scores are in random order.
+# - The best implementation depends on length, dtype, mask and device. Choose by a table of measurements and a rule for ties.
 #
 # ### Three questions
 #
 # <details><summary>1. A kernel's report says: bandwidth 12%, tensor pipe 60%. A colleague wants to "improve memory access". What do you say?</summary>
 #
-# First: what is the case bound by? At that intensity by arithmetic, and memory has room for eight times as much. What is missing are
-# the tensor cores' other 40%: they wait for exponentials, for rescaling, for synchronisation. Overlap is the thing to work on.
-# </details>
+# First, ask what bounds the case. At that intensity it is arithmetic, and memory could deliver eight times as much. The
+# tensor cores are idle 40% of the time: they wait for exponentials, for rescaling, for synchronisation. So work on the
+# overlap. </details>
 #
 # <details><summary>2. Somebody doubles head_dim and halves the number of heads. FLOPs, compulsory bytes, traffic to the multiprocessors: what changes?</summary>
 #
-# FLOPs and compulsory bytes stay (except $L$, which has half as many numbers). The traffic $N^2 d^2 / M$ of each head quadruples, for
-# half as many heads: twice as much. Exponentials halve, $N^2$ for each head; that is why kernels often get *faster*, as long as L2
-# feeds them.
-# </details>
+# FLOPs and compulsory bytes stay (except $L$, which has half as many numbers). The traffic $N^2 d^2 / M$ of each head
+# quadruples, for half as many heads: twice as much in all. Exponentials halve ($N^2$ for each head), so kernels often
+# get *faster* while L2 can supply the data. </details>
 #
 # <details><summary>3. A model of time was fitted on 20 shapes, and its mean error on them is 2%. What do you ask before you use it?</summary>
 #
-# What its error is on shapes that it has not seen, and in which way those differ: length, mask, batch, head dimension. Whether
-# everything that will vary in use has varied in the test. And how wide its interval is: a number without one cannot be wrong.
-# </details>
+# Ask for its error on shapes that it has not seen, and how those differ: length, mask, batch, head dimension. Ask
+# whether the test varied everything that will vary in use. And ask for its interval: without one, no measurement can
+# contradict the prediction. </details>
 #
 # ### Read on
 #
@@ -2219,14 +2254,15 @@ plotting.plot_rescalings(
 # - NVIDIA's CUTLASS, and CuTe in it, whose documentation explains the layouts that you meet in those files.
 # - To try: `trace` on a step of your own program, and `labsupport compare` on the next GPU that you get hold of.
 #
-# **The end of the lab.** 28 + 24 + 24 + 24 points, if all checks say `[ok]`. You began with three lines that needed $N^2$ numbers. You
-# have since written the algorithm, put it into a model, trained with it on long texts, spread it over devices, and predicted its
-# times. What is left is to use it on something of your own; and when it is slow, you know where to look.
+# **The end of the lab.** 28 + 24 + 24 + 24 points, if all checks say `[ok]`. You began with three lines that needed
+# $N^2$ numbers. Since then you have written the algorithm, put it into a model, trained with it on long texts, spread
+# it over devices, and predicted its times. Now use it in a project of your own; if it is slow, you know where to look.
 
 # %% [markdown]
 # ### How far you are
 #
-# The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
+# The checks run once more, on the definitions in this notebook. (`labsupport progress`, in a terminal, reads the saved
+# notebooks.)
 
 # %%
 from labsupport.course.progress import show_progress
