@@ -1924,13 +1924,15 @@ pd.DataFrame(trained, index=index)[["all_reduces", "bytes"]]
 
 # %%
 held = pd.DataFrame(both[0][1] + both[1][1]).set_index(["rank", "weights"]) / 2**20
-held.rename(columns={"held_bytes": "held, MiB", "extra_bytes": "extra, at most, MiB"}).round(1)
+held.rename(columns={"held_bytes": "held, MiB", "gathered_bytes": "gathered, at most, MiB"}).round(
+    1
+)
 
 
 # %% [markdown]
-# Each rank holds half of weights and gradients. In return the pass itself takes more: the whole weight of one layer at a time, 4 MiB, and
-# its whole gradient before the reduce-scatter. (*Extra* counts what a pass allocates, the gradients included.) With a hundred
-# layers, one layer is little beside what is saved.
+# Each rank holds half of weights and gradients. In return each pass gathers the whole weight of one layer at a time, 4 MiB. (Its
+# whole gradient, before the reduce-scatter, comes on top and is not counted here.) With a hundred layers, one layer is little
+# beside what is saved.
 #
 # `capstone/data_parallel.py` is the same as an ordinary program of about a hundred lines, with `torchrun`, DDP and FSDP. Read it, run it, and put your
 # own hooks into it: `torchrun --nproc-per-node 2 capstone/data_parallel.py`.
@@ -2344,8 +2346,8 @@ plotting.plot_by_window(
 )
 
 # %% [markdown]
-# Up to 8,192 tokens plain frequencies are best. From 10,240 on they fail; NTK-aware scaling and YaRN read on, without one step of
-# training. Interpolation costs 1 nat a token everywhere, and does not fail. That is one file and one small model. And a low NLL does not
+# Up to 8,192 tokens plain frequencies are best. From 12,288 on they fail; NTK-aware scaling and YaRN read on, without one step of
+# training. Interpolation costs about 1 nat a token everywhere, and does not fail. That is one file and one small model. And a low NLL does not
 # say that anything 16,000 tokens away was used: section 3.9 measures that. Libraries have all three: in Transformers they are the
 # `rope_type`s `linear`, `dynamic` (whose base grows with the text) and `yarn`.
 #
