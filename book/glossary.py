@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 GLOSSARY = "theory/glossary"
@@ -126,6 +127,8 @@ def add_meanings(
     for term in doctree.get("book-terms", []) if doctree is not None else []:
         content = term.paragraph.deepcopy()
         content["ids"] = []
+        for link in list(content.findall(addnodes.pending_xref)):
+            link.replace_self(link.children)
         html = app.builder.render_partial(content)["fragment"]
         made.append(f'<div class="meaning" id="meaning-{term.anchor}" role="tooltip">{html}</div>')
     if made:
