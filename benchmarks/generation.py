@@ -50,7 +50,7 @@ LOOPS = (
     "graphed",
 )
 PREFILL = ("sdpa", "sdpa_cudnn", "sdpa_flash", "flex", "flash_triton")
-TRAINING = ("eager", "sdpa_flash", "flash_triton", "fa4")
+TRAINING = ("eager", "sdpa_flash", "sdpa_cudnn", "flash_triton", "flash_gluon", "fa4")
 REPEATS = 3  # of a decode
 MAX_SECONDS = {"cuda": 3.0, "cpu": 0.2}  # for the repeats of one case; a CPU's sizes are tiny
 # Width, MLP width, layers, query heads, key heads, vocabulary.

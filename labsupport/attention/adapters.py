@@ -70,7 +70,7 @@ def run_triton(call: AttentionCall) -> Result:
 
 
 def run_gluon(call: AttentionCall) -> Result:
-    """Run the lab's Gluon kernel forward, packed or not, and the Triton kernels backward."""
+    """Run the lab's Gluon kernels, packed or not."""
     from labsupport.attention.kernels.autograd import flash_attention_triton
 
     options = call.options | {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}

@@ -82,7 +82,7 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend(
         name="flash_gluon",
-        description="this lab's FlashAttention for Hopper: Gluon forward, Triton backward",
+        description="this lab's FlashAttention for Hopper, in Gluon",
         limits=Limits(
             dtypes={"cuda": HALF_DTYPES}, min_capability=(9, 0), can=EVERYTHING - {Can.ALIBI}
         ),

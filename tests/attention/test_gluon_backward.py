@@ -37,7 +37,7 @@ class Gluon(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return *backward(dout, *ctx.saved_tensors, ctx.geometry, dlse=dlse, gluon=True), None
+        return *backward(dout, *ctx.saved_tensors, ctx.geometry, dlse=dlse), None
 
 
 @on_hopper

@@ -103,8 +103,8 @@ def _fused(case: Case, sizes: _Sizes, units: int) -> int:
     plan = _FUSED[case.backend]
     total = sizes.out + plan.constant + (plan.both if sizes.both else plan.forward) * sizes.rows
     if sizes.both:
-        # dq is summed in float32; flex copies out; the lab's own kernels sum nothing elsewhere.
-        own = {"flex": sizes.out, "flash_triton": 0, "flash_gluon": 0}
+        # dq is summed in float32; flex copies out; the lab's Triton kernels sum nothing elsewhere.
+        own = {"flex": sizes.out, "flash_triton": 0}
         total += own.get(case.backend, sizes.out32)
         total += sizes.gradients + 2 * sizes.out * (plan.widened and sizes.grouped)
         if case.backend == "sdpa_efficient":  # counters

@@ -1,7 +1,7 @@
 """Calls of the kernels with tensors: autograd, `torch.compile` and fake tensors.
 
-`forward` runs the Gluon kernel where the geometry says so. Otherwise both passes run the kernels
-for Hopper where `hopper_takes` a call, and the plain ones elsewhere. Operators make them opaque to
+Both passes run the Gluon kernels where the geometry says so, the kernels for Hopper where
+`hopper_takes` a call, and the plain ones elsewhere. Operators make them opaque to
 `torch.compile` and give fake tensors the outputs' shapes; without either the kernels are called
 directly, because an operator costs up to 0.2 ms of Python.
 """
@@ -100,18 +100,17 @@ def backward(
     *,
     dlse: Tensor | None = None,
     hopper: bool | None = None,
-    gluon: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward kernels: dq, dk, dv like q, k, v, the same bits every time.
+    """Run the backward kernels: dq, dk, dv like q, k, v.
 
-    Takes the gradients of `out` and, if there is one, of `lse`; the rest as in `forward`. With
-    `gluon` the Gluon kernel runs: faster, but the last bits of dq differ from call to call.
+    Takes the gradients of `out` and, if there is one, of `lse`; the rest as in `forward`. After
+    the Gluon forward the Gluon backward runs, and the last bits of dq differ from call to call;
+    the Triton kernels, which `torch.use_deterministic_algorithms` asks for, repeat every bit.
     """
-    form = torch.contiguous_format if gluon else torch.preserve_format
-    dq, dk, dv = (torch.empty_like(x, memory_format=form) for x in (q, k, v))
+    dq, dk, dv = _gradients(q, k, v, geometry)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    if gluon:
+    if geometry.gluon and not torch.are_deterministic_algorithms_enabled():
         from labsupport.attention.kernels.backward_gluon import launch
     elif hopper_takes(geometry, q, k, v, dout) if hopper is None else hopper:
         from labsupport.attention.kernels.hopper import launch_backward as launch
@@ -120,6 +119,11 @@ def backward(
     with torch.cuda.device_of(q):
         launch(dout, q, k, v, out, lse, dlse, dq, dk, dv, geometry.with_plain_slopes())
     return dq, dk, dv
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
+    form = torch.contiguous_format if geometry.gluon else torch.preserve_format
+    return tuple(torch.empty_like(x, memory_format=form) for x in (q, k, v))
 
 
 def _outputs(q: Tensor, float32_out: bool = False) -> tuple[Tensor, Tensor]:
@@ -169,7 +173,7 @@ def backward_operator(
 def _(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return _gradients(q, k, v, Geometry(*rest[2:]))
 
 
 def _needs_operator(q: Tensor) -> bool:
@@ -278,7 +282,7 @@ def flash_attention_triton(
 
     Args: as in `labsupport.attention.attention`, which checks the inputs.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) offsets of packed sequences.
-        gluon: take the Gluon kernel forward; the backend `flash_gluon` says for which inputs.
+        gluon: take the Gluon kernels; the backend `flash_gluon` says for which inputs.
 
     Raises:
         AttentionInputError: dtypes, devices or head_dims that the kernels cannot take.

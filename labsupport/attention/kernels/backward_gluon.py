@@ -75,7 +75,7 @@ from labsupport.attention.kernels.common import (
     run_kernel,
     sizes,
 )
-from labsupport.attention.kernels.config import Geometry
+from labsupport.attention.kernels.config import Geometry, positive_scale
 from labsupport.attention.kernels.forward_gluon import DTYPES, tile_layout
 
 ROWS = gl.constexpr(64)  # keys of a consumer: what one tensor-core instruction takes
@@ -371,6 +371,7 @@ def launch(
         config: constants of the kernel to use instead of the tuned ones.
     """
     packed = geometry.packed
+    q, scale = positive_scale(q, geometry.scale)
     if not can_be_described(dout):
         dout = dout.contiguous()
     # 16-byte steps from one row of numbers to the next.
@@ -394,7 +395,7 @@ def launch(
     def rest() -> tuple[int, Arguments]:
         blocks, programs = blocks_of(k, geometry.max_seqlen_k, KEYS.value, geometry)
         return programs, {
-            "scale": geometry.scale * LOG2_E.value, **sizes(q4, k4, geometry), "blocks": blocks,
+            "scale": scale * LOG2_E.value, **sizes(q4, k4, geometry), "blocks": blocks,
             "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0, "PACKED": packed,
             "D": q.shape[-1], "num_warps": 4, "maxnreg": 168, **config,
         }  # fmt: skip

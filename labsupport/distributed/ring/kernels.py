@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -193,26 +194,21 @@ def _torch_backward(
 
 
 def _triton_forward(
-    q: Tensor, k: Tensor, v: Tensor, options: BlockOptions
+    q: Tensor, k: Tensor, v: Tensor, options: BlockOptions, gluon: bool = False
 ) -> tuple[Tensor, Tensor]:
     from labsupport.attention.kernels.autograd import forward
 
-    geometry = Geometry(options.scale, *options.window, options.slopes)
+    geometry = Geometry(options.scale, *options.window, options.slopes, gluon=gluon)
     return forward(q, k, v, geometry, float32_out=True)
 
 
-def _gluon_forward(q: Tensor, k: Tensor, v: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor]:
-    from labsupport.attention.kernels.autograd import forward
-
-    return forward(q, k, v, Geometry(options.scale, *options.window, gluon=True), float32_out=True)
-
-
 def _triton_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: BlockOptions
-) -> Gradients:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: BlockOptions,
+    gluon: bool = False,
+) -> Gradients:  # fmt: skip
     from labsupport.attention.kernels.autograd import backward
 
-    geometry = Geometry(options.scale, *options.window, options.slopes)
+    geometry = Geometry(options.scale, *options.window, options.slopes, gluon=gluon)
     return backward(dout, q, k, v, out, lse, geometry)
 
 
@@ -266,8 +262,9 @@ CUDNN = BlockKernel(
 NATIVE = BlockKernel("native", "sdpa_flash", _native_forward, _native_backward, windows=False)
 FLASH_TRITON = BlockKernel("flash_triton", "flash_triton", _triton_forward, _triton_backward)
 FLASH_GLUON = BlockKernel(
-    "flash_gluon", "flash_gluon", _gluon_forward, _triton_backward, in_auto=lambda device: False
-)
+    "flash_gluon", "flash_gluon", partial(_triton_forward, gluon=True),
+    partial(_triton_backward, gluon=True), in_auto=lambda device: False,
+)  # fmt: skip
 FLASH_TORCH = BlockKernel(
     "flash_torch", "flash_torch", _torch_forward, _torch_backward, in_auto=lambda device: True
 )
