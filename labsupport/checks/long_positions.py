@@ -191,7 +191,7 @@ def _judge(
     ratios = ((say, wrong / right) for say, wrong in known if wrong.shape == right.shape)
     fits = given.shape == right.shape
     judge(
-        f"{_named(case)}the tensor of frequencies, each divided by the right one,",
+        f"{_named(case)}your frequencies divided by the right ones (all should be 1): the result",
         given / right if fits else given, torch.ones_like(right), allowed=1e-5, mistakes=ratios,
     )  # fmt: skip
 

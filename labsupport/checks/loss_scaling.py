@@ -382,6 +382,7 @@ def stepped(step: Any, start: Tensors, steps: Sequence[Tensors]) -> tuple[Tensor
     masters = [one.detach().float() for one in weights]
     optimizer = torch.optim.SGD(masters, lr=1.0)
     for gradients in steps:
-        step(weights, masters, [one.clone() for one in gradients], optimizer)
+        # A copy of the list: an entry that is replaced there leaves the model as it was.
+        step(list(weights), masters, [one.clone() for one in gradients], optimizer)
     flat = [torch.cat([x.detach().flatten() for x in some]) for some in (masters, weights)]
     return flat[0], flat[1]
