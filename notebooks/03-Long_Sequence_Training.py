@@ -1049,10 +1049,14 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
 # %% [markdown]
 # ## 3.11 · A ring
 #
-# *Core.* Each rank holds the queries, keys and values of its own tokens, its *shard*. Its queries must meet *all* keys. Nobody has room for
-# all of them at once, so they travel: in each step, a rank works with the keys and values it holds, and passes them on to the next
-# rank. (Liu, Zaharia and Abbeel, *Ring Attention*, arXiv 2310.01889.) **Predict**: with four ranks, whose keys does rank 1 hold
-# in the last step, step 3?
+# *Core.* Each rank holds the queries, keys and values of its own tokens, its *shard*. Its queries must meet *all* keys,
+# but no rank has room for all of them. So the keys travel: in each step a rank computes with the keys and values that
+# it has, and passes them on to the next rank. (Liu, Zaharia and Abbeel, *Ring Attention*, arXiv 2310.01889.)
+#
+# **Predict first**: with four ranks, whose keys does rank 1 have in the last step, step 3?
+
+# %%
+predicted_owner = None  # your guess, a rank: 0 to 3
 
 # %% tags=["nbval-check-output"]
 around = Plan.of(4, 1024)
@@ -1064,10 +1068,13 @@ pd.DataFrame(
     index=[f"rank {r}" for r in range(4)],
 )
 
+# %%
+checks.compare_prediction("Rank 1, step 3: keys of rank", predicted_owner, around.owner(1, 3))
+
 # %% [markdown]
-# After $W$ steps each query has met each key. But each step gives a result over *some* of the keys, with a softmax over those
-# alone. What are two such partial results together? Attention of 8 queries over 64 keys, in a part of 16 keys and one of 48, and
-# their plain average:
+# After $W$ steps each query has met each key. But each step gives a result over *some* of the keys, with a softmax over
+# those alone. How do we combine two such partial results? We try their plain average, for attention of 8 queries over
+# 64 keys, in a part of 16 keys and one of 48:
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(1)
@@ -1081,9 +1088,10 @@ print(f"the plain average is off by {error:.0%}")
 
 
 # %% [markdown]
-# The second part had three times as many keys, and counts no more than the first. A part must weigh as much as its softmax's
-# denominator: the sum of the exponentials of its scores. Its logarithm, the *log-sum-exp* (notebook 1), is what FlashAttention
-# returns beside the output. Here is what merging does to the maximum and the sum of a row, in any order:
+# The second part had three times as many keys, but the average gives it the same weight as the first. A part must weigh
+# as much as the denominator of its softmax, the sum of the exponentials of its scores. FlashAttention returns the
+# logarithm of this sum, the *log-sum-exp* (notebook 1), beside the output. The figure shows how merging changes the
+# maximum and the sum of a row, in any order:
 #
 # ![Two diagrams of merging four blocks of scores, as a chain and as a tree: the boxes on the way hold different pairs of m and l, the last box holds m = 5 and l = 1.646 in both](../theory/figures/merge-orders.png)
 
@@ -1168,8 +1176,9 @@ checks.check_merge_all(merge_all, seed=43)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now the ring is two loops. Here they run in one process, so there are no messages: rank `rank` takes the keys of rank
-# `(rank - step) % W` from a list. Which of them a query may see follows from the *positions* of both, wherever they are held.
+# Now the ring is two loops. Here they run in one process, so no messages are sent: rank `rank` takes the keys of rank
+# `(rank - step) % W` from a list. The *positions* of queries and keys decide which keys a query may see, wherever they
+# are stored.
 
 # %%
 own_merge = checks.solution_or_reference(
@@ -1208,13 +1217,14 @@ error = (torch.cat(outputs, dim=1) - exact).abs().max()
 print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-6)}")
 
 # %% [markdown]
-# This is no approximation: the sums are the same, in another order. The backward pass goes around the ring, too: the gradients of K and V
-# travel along with their keys, collect what each rank adds, and come home (theory chapter 11).
+# The result is exact: the sums are the same, in another order. The backward pass goes around the ring, too. The
+# gradients of K and V travel along with their keys, collect what each rank adds, and return to their own rank (theory
+# chapter 11).
 #
 # ## 3.12 · Equal work
 #
-# *Core.* Now cut a causal sequence into eight shards, one after the other. Rank 0's queries see rank 0's keys, and nothing else. Rank 7's
-# see all of them.
+# *Core.* Now cut a causal sequence into eight shards, one after the other. Rank 0's queries see only rank 0's keys.
+# Rank 7's see all keys.
 #
 # **Predict first**: how many times as much as the average must the busiest of the eight ranks compute?
 
@@ -1426,7 +1436,8 @@ checks.compare_prediction("Mistakes that a loss curve shows", predicted_noticed,
 # token of each chunk has a wrong label, nobody notices, and the model learns it. (A label is the *next* token. That of a chunk's last token is on
 # another rank.) So compare with one device, to the last digits, before you train on many.
 #
-# Who computed, who waited? PyTorch's profiler watches a forward pass over 4,096 tokens (four, of which the fastest is shown).
+# Which rank computed, and which waited? PyTorch's profiler records a forward pass over 4,096 tokens (four, of which the
+# fastest is shown).
 #
 # **Predict first**: how many times as long do contiguous shards take on two ranks? (Count blocks, as above.)
 
@@ -2049,8 +2060,8 @@ print("On two processes, the function that the line above names:")
 checks.check_ring_backward(ring_on_processes, worlds=(2,))
 
 # %% [markdown]
-# With your forward of section 3.13 that is a whole differentiable ring. `labsupport/distributed/minimal_ring.py` is the same in 60 lines, as
-# one autograd function.
+# With your forward pass of section 3.13 this is a complete differentiable ring.
+# `labsupport/distributed/minimal_ring.py` does the same in 60 lines, as one autograd function.
 #
 # ## 3.18 · A fault to find
 #
@@ -2285,7 +2296,11 @@ checks.check_yarn(yarn, seed=93)
 # %% [markdown]
 # The same weights and the same lists, with your frequencies. Nothing is trained.
 #
-# **Predict first**: which of the three comes closest to the NLL of the first 1,024 bytes?
+# **Predict first**: how many times the plain NLL of the first 1,024 bytes does the best of the three reach in the last
+# 1,024 bytes? And which one is it?
+
+# %%
+predicted_best = None  # your guess, a number
 
 # %%
 own_interpolated = checks.solution_or_reference(
@@ -2306,6 +2321,11 @@ turned = {
 for name, frequencies in turned.items():  # on a CPU a few seconds
     by_position[name] = nll_by_position(with_frequencies(finder, *frequencies), **lists).nll
 by_position.round(2)
+
+# %%
+best = by_position[list(turned)].iloc[-1]
+ratio = best.min() / by_position.plain.iloc[0]
+checks.compare_prediction(f"Best at the end, {best.idxmin()}", predicted_best, ratio, "times")
 
 # %%
 last = by_position.iloc[-1]

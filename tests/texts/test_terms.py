@@ -38,9 +38,8 @@ def wrong_forms(passage: texts.Passage, term: dict) -> list[str]:
 
 
 def applies(term: dict, path: Path) -> bool:
-    notebook = path.parent.name == "notebooks"
-    left_out = {"pages": path.suffix == ".py" and not notebook, "not notebooks": notebook}
-    return not left_out.get(term.get("where"), False)
+    docstrings = path.suffix == ".py" and path.parent.name != "notebooks"
+    return not (docstrings and term.get("where") == "pages")
 
 
 def test_pages_and_docstrings_use_one_form_for_each_term():
