@@ -2361,8 +2361,8 @@ plotting.plot_by_window(
     {name: name for name in ways},
     title="At the end: " + ", ".join(f"{name} {at[name].iloc[-1]:.2f}" for name in ways),
     ylabel="NLL (nats a token)",
-    small_print="recorded, CPU, float32: SmolLM2-135M (weights of 4 bits), source of argparse; the mean of "
-    "2,048 tokens before each point",
+    small_print="recorded, CPU, float32: SmolLM2-135M (weights of 4 bits), source of argparse; "
+    "the mean of 2,048 tokens before each point",
 )
 
 # %% [markdown]

@@ -73,7 +73,7 @@ def plot_dtype_flow(frame: pd.DataFrame, *, title: str) -> Chart:
     # Inches. What is beside the columns: names and a scale; the legend, the ends of float16.
     beside = 4.1 if measured else 2.4
     pitch = 0.18 if len(columns) <= MOST_LABELS else 0.11
-    width = min(max(6.5, beside + pitch * len(columns)), 15.0)
+    width = min(max(6.5, beside + pitch * len(columns)), 10.0)
     pitch = (width - beside) / len(columns)
     labels = _labels(columns)
     strips = [*_CELLS, "gradient"] if back else list(_CELLS)
