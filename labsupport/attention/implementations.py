@@ -43,13 +43,12 @@ def _cudnn_in_auto(call: AttentionCall) -> bool:
 
 
 def _gluon_in_auto(call: AttentionCall) -> bool:
-    """Return whether cuDNN is slower (measured: `data/runs/peers-h200`) or cannot run the call."""
+    """Return whether cuDNN is slower (measured: `data/runs/gluon-both-h200`) or cannot run the call."""
     if not shape_comes_back(call):
         return False
     if by_name("sdpa_cudnn").limits.option_reasons(call):
         return True
-    long = call.q.shape[-3] >= 2048 and (call.causal or call.head_dim == 64)
-    return long and not call.needs_grad
+    return call.q.shape[-3] >= 2048 and (call.causal or call.head_dim == 64)
 
 
 def _sdpa(sdpa: adapters.Sdpa, **entry: Any) -> Backend:

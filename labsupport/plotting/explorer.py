@@ -122,7 +122,7 @@ def plot_weights(weights: Mapping[str, Any]) -> Chart:
 
     >>> chart = plot_weights({"causal": torch.tril(torch.ones(4, 4))})
     """
-    figure = Chart(figsize=(2.9 * len(weights), 3.1))
+    figure = Chart(figsize=(min(2.9 * len(weights), 10.0), 3.1))
     panels = figure.subplots(1, len(weights), squeeze=False)[0]
     for axes, (title, matrix) in zip(panels, weights.items(), strict=True):
         axes.imshow(matrix, cmap="Greys", vmin=0, vmax=1)

@@ -121,9 +121,12 @@ def backward(
     return dq, dk, dv
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
+def _gradients(
+    q: Tensor, k: Tensor, v: Tensor, geometry: Geometry
+) -> tuple[Tensor, Tensor, Tensor]:
     form = torch.contiguous_format if geometry.gluon else torch.preserve_format
-    return tuple(torch.empty_like(x, memory_format=form) for x in (q, k, v))
+    dq, dk, dv = (torch.empty_like(x, memory_format=form) for x in (q, k, v))
+    return dq, dk, dv
 
 
 def _outputs(q: Tensor, float32_out: bool = False) -> tuple[Tensor, Tensor]:
