@@ -43,7 +43,7 @@ def _cudnn_in_auto(call: AttentionCall) -> bool:
 
 
 def _gluon_in_auto(call: AttentionCall) -> bool:
-    """Return whether cuDNN is slower (measured: `data/runs/gluon-both-h200`) or cannot run the call."""
+    """Return whether cuDNN cannot run the call, or was slower in `data/runs/gluon-both-h200`."""
     if not shape_comes_back(call):
         return False
     if by_name("sdpa_cudnn").limits.option_reasons(call):
