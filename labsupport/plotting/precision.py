@@ -79,7 +79,7 @@ def plot_dtype_flow(frame: pd.DataFrame, *, title: str) -> Chart:
     strips = [*_CELLS, "gradient"] if back else list(_CELLS)
     panels = (0.34 * len(strips), 3.6) if measured else (0.34 * len(strips),)
     title_lines = textwrap.wrap(title, int(width * 8))
-    longest = max(len(label) for _, label in labels)
+    longest = max(len(line) for _, label in labels for line in label.split("\n"))
     height = sum(panels) + 0.07 * longest + 0.22 * len(title_lines) + 0.7
     figure = Chart(figsize=(width, height))
     drawn = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=panels)[:, 0]
@@ -87,7 +87,8 @@ def plot_dtype_flow(frame: pd.DataFrame, *, title: str) -> Chart:
     if measured:
         _draw_ranges(bottom, columns, gradients, pitch)
     dtypes = _draw_strip(strip, columns, gradients, strips, pitch)
-    bottom.set_xticks([x for x, _ in labels], [text for _, text in labels], rotation=90, fontsize=8)
+    places, texts = zip(*labels, strict=True)
+    bottom.set_xticks(places, texts, rotation=90, fontsize=8, multialignment="right")
     bottom.tick_params(axis="x", length=2)
     for axes in drawn:
         for _, first, _ in _groups(columns)[1:]:
@@ -201,7 +202,14 @@ def _labels(columns: list[Any]) -> list[tuple[float, str]]:
     """Return (place, words): each column's name, or each layer's where the columns are many."""
     if len(columns) <= MOST_LABELS:
         return [(float(x), _label(row)) for x, row in enumerate(columns)]
-    return [((first + last) / 2, words) for words, first, last in _groups(columns)]
+    labels: list[tuple[float, str]] = []
+    for words, first, last in _groups(columns):
+        place = (first + last) / 2
+        if labels and place - labels[-1][0] < 2:  # too near for a label of its own: a second line
+            before, others = labels.pop()
+            place, words = (before + place) / 2, f"{others}\n{words}"
+        labels.append((place, words))
+    return labels
 
 
 def _label(row: Any) -> str:

@@ -104,7 +104,7 @@ def backward(
     """Run the backward kernels: dq, dk, dv like q, k, v.
 
     Takes the gradients of `out` and, if there is one, of `lse`; the rest as in `forward`. After
-    the Gluon forward the Gluon backward runs, and the last bits of dq differ from call to call;
+    the Gluon forward the Gluon backward runs, and the last bits of dq can differ from call to call;
     the Triton kernels, which `torch.use_deterministic_algorithms` asks for, repeat every bit.
     """
     dq, dk, dv = _gradients(q, k, v, geometry)
