@@ -63,8 +63,11 @@ def prepare(model: nn.Sequential, strategy: str) -> nn.Module:
     return model
 
 
-def train(options: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Tensor]:
-    """Train, and return the model and the last step's loss, averaged over all ranks."""
+def train(options: argparse.Namespace, device: torch.device) -> tuple[Tensor, int]:
+    """Train; return the last step's loss, averaged over all ranks, and this rank's parameters.
+
+    The model ends with this function: DDP must be gone before its process group is.
+    """
     model = prepare(build().to(device), options.strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of the shards, under FSDP
     data = dataset()
@@ -96,7 +99,8 @@ def train(options: argparse.Namespace, device: torch.device) -> tuple[nn.Module,
             loss = torch.zeros_like(loss)
             if dist.get_rank() == 0 and steps % 20 == 0:
                 print(f"step {steps}: loss {shown.item():.4f}")
-    return model, shown
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return shown, sum(p.numel() for p in own)
 
 
 def main() -> None:
@@ -111,9 +115,8 @@ def main() -> None:
     if gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if gpu else "gloo")
-    model, loss = train(options, torch.device("cuda" if gpu else "cpu"))
-    own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    held = 16 * sum(p.numel() for p in own)  # weight, gradient, AdamW's two averages, in float32
+    loss, parameters = train(options, torch.device("cuda" if gpu else "cpu"))
+    held = 16 * parameters  # weight, gradient, AdamW's two averages, in float32
     ranks = f"rank {dist.get_rank()} of {dist.get_world_size()}"
     print(f"{ranks}: loss {loss.item():.6f}, holds {held / 2**20:.2f} MiB of state")
     dist.destroy_process_group()
