@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from benchmarks import decode, loop_orders, resources
+from benchmarks import decode, fp8, loop_orders, resources
 from benchmarks.__main__ import main, parser_of
 from benchmarks.traffic import kernel_bytes
 from labsupport.attention.kernels import mode, version1
@@ -22,6 +22,20 @@ def measure(program, options):
     options = parser_of(program.__name__.split(".")[-1]).parse_args(options.split())
     table = program.measure(options)
     return table, program.show(table, options)
+
+
+# --- fp8 -----------------------------------------------------------------------------------------
+
+
+def test_errors_of_textbook_attention_grow_from_float16_to_fp8_and_refusals_are_rows():
+    options = "--device cpu --seqlen 64 --tokens 64 --error-seqlen 64 --head-dim 64"
+    table, printed = measure(fp8, options)
+    for _, rows in table[table.data != "timed"].groupby("data"):
+        errors = rows.set_index("implementation").relative_error
+        half, quarter = errors["textbook bfloat16"], errors["textbook FP8, one scale"]
+        assert 4 * errors["textbook float16"] < half < quarter / 4
+        assert errors[["fp8", "fp8 rotated"]].isna().all()
+    assert "fp8 rotated: unsupported: attention in FP8 needs a GPU" in printed
 
 
 # --- decode and loop_orders ----------------------------------------------------------------------
