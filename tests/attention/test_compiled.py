@@ -104,7 +104,7 @@ for head_dim in (64, 128):
     q, lse = torch.empty(2, 4096, 4, head_dim).bfloat16(), torch.empty(2, 4, 4096)
     forward_fp8.launch(q, q, q, q, lse, Geometry(0.1, right=0), 0.1, q[0, :head_dim, 0])
     ptx = built[-1].asm["ptx"]
-    names = "m64n128k32.f32.e4m3.e4m3", f"m64n{head_dim}k32.f32.e4m3.e4m3", "shfl."
+    names = "m64n128k32.f32.e4m3.e4m3", f"m64n{head_dim}k32.f32.e4m3.e4m3", "bfly"
     found["fp8"].append([machine_code(built[-1])[1], *map(ptx.count, names)])
     built.clear()
 
