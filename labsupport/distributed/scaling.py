@@ -10,8 +10,8 @@ travel:
     begin[rank, step + 1] = max(begin[rank, step] + compute[rank, step], messages of this step)
 
 For each pair and head, compute is 4 d FLOPs forward, 10 d backward (two and five products; Dao,
-FlashAttention-2, arXiv 2307.08691, section 4.1). A hop carries K and V; in the backward also dK and
-dV, in float32.
+FlashAttention-2, arXiv 2307.08691, section 4.1). A hop carries K and V. In the backward a rank also
+sends its share of dK and dV to the keys' owner; its messages of a step share its link.
 
 DDP. Gradients become ready at an even rate during the backward, in buckets; each is all-reduced
 when it is ready and the one before is done (Li et al., PyTorch Distributed, arXiv 2006.15704,
@@ -140,15 +140,17 @@ def predict_ring(
             ]
             for rank in range(world)
         ]
-        values = seqlen_per_rank * 2 * kv_heads  # K and V, or dK and dV, in heads of tokens
+        size = 2 * kv_heads * narrow  # of a token's K and V, or dK and dV
         steps, by_rank = list[Counter[tuple[int, int]]](), Counter[int]()
         for messages in plan.messages[: len(plan.route) + backward]:
             step = Counter[tuple[int, int]]()  # bytes by sender and receiver
-            for what, sender, receiver in messages:
+            for what, sender, receiver, _ in messages:
                 if what == "keys" or backward:
-                    size = values * (narrow if what == "keys" else wide)
-                    step[sender, receiver] += size
-                    by_rank[sender] += size
+                    shared = slice(0, seqlen_per_rank)
+                    if what == "gradients":
+                        shared = plan.shared(sender, receiver)
+                    step[sender, receiver] += size * (shared.stop - shared.start)
+                    by_rank[sender] += size * (shared.stop - shared.start)
             steps.append(step)
         total += _end(work, steps, gb_s)
         free += _end(work, steps, math.inf)
@@ -164,7 +166,12 @@ def _end(work: list[list[float]], steps: list[Counter[tuple[int, int]]], gb_s: f
             at + sum(row[step : step + 1])  # in a backward's last step nothing is computed
             for at, row in zip(begin, work, strict=True)
         ]
+        sent, received = Counter[int](), Counter[int]()
         for (sender, receiver), size in messages.items():
+            sent[sender] += size
+            received[receiver] += size
+        for sender, receiver in messages:
+            size = max(sent[sender], received[receiver])
             there = max(begin[sender], begin[receiver]) + size / gb_s / 1e6
             ends[sender], ends[receiver] = max(ends[sender], there), max(ends[receiver], there)
         begin = ends
@@ -207,7 +214,7 @@ def hides_from(
     """
     pairs = 0.5 if balanced_causal else 1.0
     a = pairs * 2 * PRODUCTS[direction] * head_dim * heads / (tflops * 1e12)
-    travels = ELEMENT[dtype] + (4 if direction == "backward" else 0)
+    travels = ELEMENT[dtype] * (2 if direction == "backward" else 1)
     return 2 * (kv_heads or heads) * head_dim * travels / (gb_s * 1e9) / a
 
 

@@ -73,7 +73,7 @@ def test_a_hop_hides_from_the_length_on_that_the_closed_form_says(direction, cau
         n = 2 * round(least * factor / 2)
         found = predict_ring(8, n, causal=causal, **call).exposed_ms
         # dK and dV of the last keys go home when nothing is left to compute.
-        last = n * 2 * 2 * 64 * 4 / 5e6 if direction == "backward" else 0
+        last = n * 2 * 2 * 64 * 2 / 5e6 if direction == "backward" else 0
         assert (found == pytest.approx(last, abs=1e-9)) is hidden
         assert hidden or found > 1.02 * last
 
