@@ -73,6 +73,7 @@ class RingReport:
         kernel: the kernel that computed the blocks.
         refused: why the kernels preferred to it did not, and why not copy engines.
         transport: what carried the messages.
+        slot_bytes: of the copy engines' slots, which the next ring takes over.
         plan: the schedule: `plan.hops`, `plan.route`, `plan.pairs(rank)`.
         traffic: messages that this rank sent; a backward adds to it when it runs.
     """
@@ -82,6 +83,7 @@ class RingReport:
     plan: Plan
     traffic: Traffic
     transport: str
+    slot_bytes: int
 
     def __str__(self) -> str:
         layout = LAYOUTS[self.plan.zigzag]
@@ -146,7 +148,10 @@ def ring_attention(
         _validate_across_ranks(call, request, chosen.transport)
     transport, why_not = call.ring.connect(chosen.transport, (k, v), call.plan.slots)
     refused = refused | ({"copy_engines": (why_not,)} if why_not else {})
-    _last = RingReport(call.kernel.name, refused, call.plan, call.ring.traffic, transport)
+    slot_bytes = call.plan.slots * call.ring.slot_bytes
+    _last = RingReport(
+        call.kernel.name, refused, call.plan, call.ring.traffic, transport, slot_bytes
+    )
     out, lse = RingAttentionFunction.apply(q, k, v, call)
     return (out, lse) if return_lse else out
 

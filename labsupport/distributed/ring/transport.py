@@ -76,7 +76,7 @@ belongs, and one for each time that it is computed again.
 
 
 class PeerCopies:
-    """Slots in the memory of each rank of one machine, mapped by all; all rings of a group share it.
+    """Slots in the memory of each rank of one machine, mapped by all; a group's rings share them.
 
     `torch.distributed._symmetric_memory` maps them; where it can't, CUDA's older handles of memory
     do, and an all-reduce of one number is the barrier.
@@ -91,7 +91,7 @@ class PeerCopies:
         self.grow(group, 256)
 
     def grow(self, group: dist.ProcessGroup, nbytes: int) -> None:
-        """Give each rank slots of so many bytes together; all ranks call it with the same number."""
+        """Give each rank slots of so many bytes together; all ranks call it alike."""
         if nbytes > self.nbytes:
             device = self.stream.device
             with torch.cuda.device(device):
