@@ -1,4 +1,4 @@
-"""Predictions for several devices: ring attention and DDP, from compute and links.
+"""Predictions for several devices: ring attention, DDP and FSDP, from compute and links.
 
 A prediction takes what one device needs alone and what a link carries, and follows the schedule of
 `Plan`. It leaves out latencies, starting kernels, links that share a switch, and clocks that fall
@@ -16,6 +16,10 @@ sends its share of dK and dV to the keys' owner; its messages of a step share it
 DDP. Gradients become ready at an even rate during the backward, in buckets; each is all-reduced
 when it is ready and the one before is done (Li et al., PyTorch Distributed, arXiv 2006.15704,
 section 3.2). What is not done when the backward ends is exposed.
+
+FSDP. Each block's parameters are gathered while the block before computes, in the forward and in
+the backward; there its gradients are reduced, too, while the next one computes. The first gather
+and the last reduction are exposed. Offloaded shards cross PCIe, and the CPUs' memory limits AdamW.
 """
 
 from __future__ import annotations
@@ -218,12 +222,12 @@ def hides_from(
     return 2 * (kv_heads or heads) * head_dim * travels / (gb_s * 1e9) / a
 
 
-# --- DDP ------------------------------------------------------------------------------------------
+# --- DDP and FSDP ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class DdpPrediction:
-    """A step under DDP, in ms: all-reduces together, those after the backward's end; efficiency."""
+class StepPrediction:
+    """A training step, in ms: messages together, those that do not hide; efficiency."""
 
     step_ms: float
     communication_ms: float
@@ -233,7 +237,7 @@ class DdpPrediction:
 
 def predict_ddp(
     parameters: int, world: int, *, step_ms: float, gb_s: float = LINKS[0].gb_s
-) -> DdpPrediction:
+) -> StepPrediction:
     """Predict a DDP step with one micro-batch from one device's step.
 
     Args:
@@ -252,7 +256,43 @@ def predict_ddp(
     for bucket in range(buckets):
         done = max(done, backward * (bucket + 1) / buckets) + one
     exposed = done - backward
-    return DdpPrediction(step_ms + exposed, buckets * one, exposed, step_ms / (step_ms + exposed))
+    return StepPrediction(step_ms + exposed, buckets * one, exposed, step_ms / (step_ms + exposed))
+
+
+def predict_fsdp(
+    parameters: int,
+    world: int,
+    *,
+    step_ms: float,
+    blocks: int,
+    dtype: str = "bfloat16",
+    cpu_offload: bool = False,
+    gb_s: float = LINKS[0].gb_s,
+    host_gb_s: float = LINKS[1].gb_s,
+    cpu_gb_s: float = 100.0,
+) -> StepPrediction:
+    """Predict an FSDP step with one micro-batch from one device's step.
+
+    Args:
+        parameters, world, step_ms, gb_s: as for `predict_ddp`.
+        blocks: that are gathered separately.
+        dtype: in which parameters travel; gradients do in float32.
+        cpu_offload: shards in float32 come from the CPU for each gather, gradients go there, and
+            AdamW and the clipping of gradients read and write 40 bytes a parameter there.
+        host_gb_s: of a GPU's link to its host. cpu_gb_s: of the host's memory, for all ranks.
+
+    >>> round(predict_fsdp(1_500_000_000, 8, step_ms=600, blocks=48).exposed_ms, 1)
+    0.4
+    """
+    share = (world - 1) / world * parameters / gb_s / 1e6
+    gather, reduce = ELEMENT[dtype] * share, 4 * share
+    moved = 4 * parameters / world / host_gb_s / 1e6 if cpu_offload else 0.0
+    forward = max(step_ms / 3, gather, moved) + (gather + moved) / blocks
+    backward = max(2 / 3 * step_ms, gather + reduce, moved) + (reduce + moved) / blocks
+    update = 40 * parameters / cpu_gb_s / 1e6 if cpu_offload else 0.0
+    total = forward + backward + update
+    exposed = total - step_ms
+    return StepPrediction(total, 2 * gather + reduce + 3 * moved, exposed, step_ms / total)
 
 
 # --- beside a recorded run ------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def ring_backward(
         with _hop(call, step, own, here, backward=True, share=share) as arriving:
             pairs = [] if distance is None else call.block_pairs(distance)
             first, parts = 0, sums
-            if pairs and distance != 0:
+            if pairs and distance:
                 shared = plan.shared(rank, plan.owner(rank, distance))
                 first, parts = shared.start, [Total(x[:, shared], len(pairs)) for x in own]
             for pair in pairs:
@@ -116,7 +116,7 @@ def ring_backward(
                     total.add(where, part)
                 del gradients, part, keys, values
         share = None
-        if pairs and distance != 0:
+        if pairs and distance:
             share = parts[0].result().contiguous(), parts[1].result().contiguous()
         if "gradients" in arriving:
             shared = plan.shared(plan.owner(rank, -plan.route[step - 1]), rank)

@@ -28,7 +28,7 @@ class Total:
     """
 
     def __init__(self, like: Tensor, parts: int) -> None:
-        """Of so many parts, like a tensor's shape and dtype."""
+        """Begin a sum with this number of parts, of a tensor's shape and dtype."""
         self.like, self.missing = like, parts
         self.value: Tensor | None = None
         self.lse: Tensor | None = None

@@ -91,7 +91,7 @@ class PeerCopies:
         self.grow(group, 256)
 
     def grow(self, group: dist.ProcessGroup, nbytes: int) -> None:
-        """Give each rank slots of so many bytes together; all ranks call it alike."""
+        """Give each rank `nbytes` for its slots; all ranks call it alike."""
         if nbytes > self.nbytes:
             device = self.stream.device
             with torch.cuda.device(device):
@@ -161,7 +161,7 @@ _connected: WeakKeyDictionary[Any, PeerCopies | str] = WeakKeyDictionary()  # or
 
 
 def _peer_copies(group: dist.ProcessGroup, device: torch.device) -> PeerCopies | str:
-    if device.type != "cuda" or "nccl" not in dist.get_backend(group):
+    if device.type != "cuda" or "nccl" not in str(dist.get_backend_config(group)):
         return "between GPUs in a process group of NCCL only"
     if group not in _connected:
         connected: PeerCopies | str = "the ranks are on several machines"
@@ -194,7 +194,7 @@ class Ring:
                 "labsupport.distributed.setup_ddp(), or "
                 "torch.distributed.init_process_group(), first."
             )
-        self.group = dist.group.WORLD if group is None else group
+        self.group: Any = dist.group.WORLD if group is None else group
         self.rank = dist.get_rank(self.group)
         if self.rank < 0:
             raise RuntimeError(
@@ -244,7 +244,9 @@ class Ring:
         """
         if self.copies is not None:
             return self.copies.post(self, sends, receives)
-        arriving = {m.what: (k.new_empty(k.shape), v.new_empty(v.shape)) for m, (k, v) in receives}
+        arriving: dict[str, Pair] = {
+            m.what: (k.new_empty(k.shape), v.new_empty(v.shape)) for m, (k, v) in receives
+        }
         operations = [
             dist.P2POp(action, x, group=self.group, group_peer=peer)
             for action, messages in (
