@@ -292,7 +292,8 @@ def measure_case(
     torch.manual_seed(1 + info.rank)  # other tokens on each
     tokens = torch.randint(config.vocab_size, (case.batch, case.length + 1), device=device)
     tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    counter, called, sync, add_up = AllReduces(), model, lambda last: None, lambda: None
+    counter, sync, add_up = AllReduces(), lambda last: None, lambda: None
+    called: Any = model
     if case.strategy == "ddp":
         called, counter = wrap(model, group)
 
