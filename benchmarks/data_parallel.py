@@ -295,10 +295,11 @@ def measure_case(
     counter, sync, add_up = AllReduces(), lambda last: None, lambda: None
     called: Any = model
     if case.strategy == "ddp":
-        called, counter = wrap(model, group)
+        wrapped, counter = wrap(model, group)
+        called = wrapped
 
         def sync(last: bool) -> None:
-            called.require_backward_grad_sync = case.sync_every or last  # what no_sync() sets
+            wrapped.require_backward_grad_sync = case.sync_every or last  # what no_sync() sets
 
     elif case.strategy.startswith("fsdp"):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else None

@@ -78,8 +78,8 @@ belongs, and one for each time that it is computed again.
 class PeerCopies:
     """Slots in the memory of each rank of one machine, mapped by all; a group's rings share them.
 
-    `torch.distributed._symmetric_memory` maps them; where it can't, CUDA's older handles of memory
-    do, and an all-reduce of one number is the barrier.
+    PyTorch's symmetric memory maps them; where it can't, CUDA's older handles of memory do, and an
+    all-reduce of one number is the barrier.
 
     Attributes:
         nbytes: of this rank's slots.
@@ -92,22 +92,30 @@ class PeerCopies:
 
     def grow(self, group: dist.ProcessGroup, nbytes: int) -> None:
         """Give each rank `nbytes` for its slots; all ranks call it alike."""
-        if nbytes > self.nbytes:
-            device = self.stream.device
-            with torch.cuda.device(device):
-                try:
-                    self._map_symmetric(group, device, nbytes)
-                except (RuntimeError, ImportError):
-                    self._map_by_handles(group, device, nbytes)
-            self.nbytes = nbytes
+        failures: list[str] = []
+        for map_memory in (self._map_symmetric, self._map_by_handles):
+            if nbytes <= self.nbytes:
+                return
+            failed = ""
+            try:
+                with torch.cuda.device(self.stream.device):
+                    map_memory(group, self.stream.device, nbytes)
+            except Exception as error:
+                failed = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            failures = [why for why in all_gather_object(failed, group) if why]
+            if not failures:
+                self.nbytes = nbytes
+        if failures:
+            raise RuntimeError(failures[0])
 
     def _map_symmetric(self, group: Any, device: torch.device, nbytes: int) -> None:
-        from torch.distributed import _symmetric_memory
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         # Nothing here needs NVLink's multicast, and not every machine can.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        handle = _symmetric_memory.rendezvous(own, group.group_name)
+        name = group.group_name
+        own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, name)
+        handle = _SymmetricMemory.rendezvous(own, name)
         ranks = range(handle.world_size)
         self._peers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in ranks]
         self._barrier = lambda: handle.barrier(0, _MINUTES * 60_000)
@@ -168,10 +176,8 @@ def _peer_copies(group: dist.ProcessGroup, device: torch.device) -> PeerCopies |
         if len(set(all_gather_object(platform.node(), group))) == 1:
             try:
                 connected = PeerCopies(group, device)
-            except Exception as error:
-                connected = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            reasons = all_gather_object(connected if isinstance(connected, str) else "", group)
-            connected = next(filter(None, reasons), connected)
+            except RuntimeError as error:  # on all ranks alike
+                connected = str(error)
         _connected[group] = connected
     return _connected[group]
 
