@@ -14,7 +14,7 @@ Backward: given the whole row's output and log-sum-exp, a block's backward retur
 of the gradients. dQ adds up where Q is; dK and dV travel with their keys: W hops, and home.
 
 `labsupport.distributed.ring` is the same with what a real one needs: windows, zigzag shards, any
-kernel, no hop that nobody needs, errors instead of hangs.
+kernel, no hop that nobody needs, dK and dV straight home, errors instead of hangs.
 
 Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
 Context" (2023), section 3.
