@@ -12,9 +12,11 @@ right = 0. For a block of rows the columns fall into up to three ranges of tiles
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labsupport.attention.kernels.config import Geometry, KernelConfig, padded
@@ -107,6 +109,14 @@ def store_rows(
     tl.store(X + r * stride_n + d * stride_d, x.to(X.dtype.element_ty), mask=here)
 
 
+@triton.jit
+def wait_for_inputs(EARLY: tl.constexpr):
+    """Wait for the kernel before, and let the one after start (programmatic dependent launch)."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 # --- for the launchers ----------------------------------------------------------------------------
 
 Arguments = dict[str, Any]
@@ -142,6 +152,15 @@ def run_kernel(
             _compiled.clear()
         others = tuple(named[name] for name in kernel.arg_names[len(tensors) :])
         _compiled[signature] = compiled[(programs, 1, 1)], others
+
+
+def starts_early(device: torch.device) -> Arguments:
+    """Return the arguments of a kernel that may start while the one before ends: from Hopper on.
+
+    Such a kernel calls `wait_for_inputs` before it reads what another may have written.
+    """
+    early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 def _signature(x: Tensor | TensorDescriptor | None) -> Any:

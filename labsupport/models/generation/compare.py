@@ -160,7 +160,7 @@ def compare_attention(
         for _ in range(repeats):
             for name in backends:
                 set_attention(model, name)
-                options = {"max_new_tokens": max_new_tokens, "chat": chat}
+                options = {"max_new_tokens": max_new_tokens, "chat": chat, "cache": "dynamic"}
                 runs[name].append(generate(model, tokenizer, prompt, **options))
 
     first, second = backends
