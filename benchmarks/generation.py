@@ -1,11 +1,12 @@
-"""Speed of decoding, prefill and training of models with random weights, and the bound of each.
+"""Speed of models with random weights: decoding, prefill, an encoder, training; and bounds.
 
 python -m benchmarks generation                       everything that fits here
 python -m benchmarks generation --what decode --save NAME
 
     decode     tokens/s of the loops, and the memory bandwidth's bound
     prefill    FLOP/s of a forward, and of a matrix product, by attention
-    training   time and memory of a training step, by attention and length
+    encoder    time and memory of a forward of a BERT, by attention and length
+    training   time and memory of a training step of GPT-2 medium, by attention and length
 
 "graphed" is the lab's loop, greedy or with temperature 0.8 and top-k 50; it needs a GPU.
 
@@ -42,7 +43,7 @@ from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.timing import Timing, measure_time, now, resolve_device
 from labsupport.profiling.units import format_bytes
 
-PARTS = ("decode", "prefill", "training")
+PARTS = ("decode", "prefill", "encoder", "training")
 # "loop" is the one in generate.py, "transformers" is `model.generate`.
 LOOPS = (
     "loop, dynamic cache",
@@ -53,6 +54,7 @@ LOOPS = (
     "graphed, sampled",
 )
 PREFILL = ("sdpa", "sdpa_cudnn", "sdpa_flash", "flex", "flash_triton")
+ENCODER = ("eager", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_triton", "flash_gluon")
 TRAINING = ("eager", "sdpa_flash", "sdpa_cudnn", "flash_triton", "flash_gluon", "fa4")
 REPEATS, MIN_SECONDS = 3, 1.0  # of a decode, at least
 MAX_SECONDS = {"cuda": 3.0, "cpu": 0.2}  # for the repeats of one case; a CPU's sizes are tiny
@@ -112,7 +114,9 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
 
     prompt, new = (128, 256) if gpu else (16, 32)
     for batch in (1, 8, 64) if gpu else (1,):
-        for name in LOOPS if gpu else LOOPS[:4]:
+        for name in LOOPS:
+            if name.startswith("graphed") and not gpu:
+                continue
             # On a GPU, Transformers compiles the steps with its static cache.
             compiled = gpu and name == "transformers, static cache"
             yield case("decode", _decode, name, batch, prompt, new_tokens=new, compiled=compiled)
@@ -122,6 +126,9 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
             batch, seqlen = (4, 8192) if gpu else (2, 128)
             yield case("prefill", _prefill, name, batch, seqlen, compiled=compiled)
     tokens, lengths = (8192, (1024, 2048, 4096, 8192)) if gpu else (128, (64, 128))
+    for seqlen in lengths:
+        for name in ENCODER if gpu else ENCODER[:3]:
+            yield case("encoder", _encoder, name, tokens // seqlen, seqlen)
     mixed = "autocast bfloat16" if gpu else "float32"
     for seqlen in lengths:
         for name in TRAINING:
@@ -188,6 +195,26 @@ def _prefill(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceili
     tflops = model_flops(model, *ids.shape, logits=1) / measured["median_ms"] / 1e9
     ceiling = ceilings.matmul_tflops[row["dtype"]]
     return measured | {"tflops": tflops, "ceiling": ceiling, "of_ceiling": tflops / ceiling}
+
+
+def _encoder(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> Row:
+    """A forward of BERT base's shape (110 million weights) on a GPU, of a tiny one on a CPU."""
+    from transformers import BertConfig, BertModel
+
+    shape: dict[str, Any] = {"max_position_embeddings": row["seqlen"]}
+    if device.type == "cpu":
+        shape |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        shape |= {"num_attention_heads": 4, "vocab_size": 256}
+    with torch.device(device):
+        model = BertModel(BertConfig(**shape), add_pooling_layer=False).to(dtype).eval()
+    choose_attention(model, row["name"])
+    ids = random_ids(model, row["batch"], row["seqlen"])
+
+    @torch.no_grad()
+    def call() -> object:
+        return model(ids)
+
+    return _measured(call, model, ids)
 
 
 def _training(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> Row:

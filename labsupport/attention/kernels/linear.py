@@ -157,7 +157,7 @@ def qkv(
     """
     heads, head_dim = q.shape[2:]
     length, kv_heads = k_cache.shape[1:3]
-    grid, constants = block_sizes(len(x), *weight.shape, head_dim)
+    grid, constants = block_sizes(len(x), weight, head_dim)
     _qkv[grid](
         x, weight, gain, cos, sin, q, k_cache, v_cache, seqlens, len(x), eps, heads, kv_heads,
         length, K=x.shape[1], D=head_dim, **constants, **starts_early(x.device),
@@ -175,23 +175,27 @@ def linear(
         weight: (n, k); with `swiglu` (2 n, k), rows gate, up, gate, up ...
     """
     x = x.reshape(len(x), -1)
-    grid, constants = block_sizes(len(x), *weight.shape)
+    grid, constants = block_sizes(len(x), weight)
     _linear[grid](
         x, weight, gain, y, len(x), eps, len(weight), K=x.shape[1], ADD=add, SWIGLU=swiglu,
         **constants, **starts_early(x.device),
     )  # fmt: skip
 
 
-def block_sizes(rows: int, n: int, k: int, head_dim: int = 0) -> tuple[tuple[int, int], Arguments]:
-    """Return the grid and the constants for (rows, k) times (n, k); blocks fit in a head_dim."""
+def block_sizes(rows: int, weight: Tensor, head_dim: int = 0) -> tuple[tuple[int, int], Arguments]:
+    """Return the grid and the constants for (rows, k) times weight (n, k).
+
+    A block lies within a head, where there is a head_dim.
+    """
+    n, k = weight.shape
     block_m = 1 if rows == 1 else min(64, max(16, triton.next_power_of_2(rows)))
     if mode.interpreted():
         block_n, block_k = 256, 256
     elif block_m == 1:
-        block_n = 16 if n >= 2048 else 4
+        block_n = (32 if n >= 2048 else 8) // weight.itemsize
         block_k = min(1024, triton.next_power_of_2(k))
     else:
-        block_n, block_k = 16 if n >= 2048 else 8, 128
+        block_n, block_k = 16 if n >= 2048 else 8, 256 // weight.itemsize
     if head_dim:  # the largest power of two that divides it, at most
         block_n = min(block_n, head_dim & -head_dim)
     sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
