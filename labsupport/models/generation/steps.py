@@ -92,7 +92,7 @@ class LlamaStep:
         for weights, keys, values in zip(self.layers, self.keys, self.values, strict=True):
             norm, matrix = weights["norm_1"], weights["qkv"]
             qkv(x, matrix, norm, self.cos, self.sin, self.q, keys, values, self.seqlens, eps)
-            mixed = decode(self.q, keys, values, cache_seqlens=self.seqlens)
+            mixed: Any = decode(self.q, keys, values, cache_seqlens=self.seqlens)
             linear(mixed, weights["out"], x, add=True)
             linear(x, weights["gate_up"], self.hidden, weights["norm_2"], eps, swiglu=True)
             linear(self.hidden, weights["down"], x, add=True)
