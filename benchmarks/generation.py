@@ -206,7 +206,8 @@ def _encoder(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceili
         shape |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         shape |= {"num_attention_heads": 4, "vocab_size": 256}
     with torch.device(device):
-        model = BertModel(BertConfig(**shape), add_pooling_layer=False).to(dtype).eval()
+        model: Any = BertModel(BertConfig(**shape), add_pooling_layer=False)
+        model = model.to(dtype).eval()
     choose_attention(model, row["name"])
     ids = random_ids(model, row["batch"], row["seqlen"])
 

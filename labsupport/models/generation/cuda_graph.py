@@ -17,6 +17,7 @@ from torch import Tensor
 from labsupport.attention import BackendUnavailableError
 from labsupport.attention.kernels import mode
 from labsupport.models.generation.prompts import Batch, Decoded, Sampler, check_room, cut
+from labsupport.models.generation.steps import LlamaStep
 from labsupport.profiling.timing import now
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ class GraphedDecoder:
     ) -> None:
         if reason := mode.missing():
             raise BackendUnavailableError(f"no graphed loop: {reason}", {"graphed": (reason,)})
-        from labsupport.models.generation.steps import LlamaStep  # defines kernels
-
         self.model, self.length = model, length
         self.sample = sample or Sampler(model.device)
         self.step = LlamaStep(model, batch, length)

@@ -32,6 +32,7 @@ from labsupport.models.generation.prompts import (
     cut,
     encode,
 )
+from labsupport.models.generation.steps import LlamaStep
 from labsupport.models.integration.trace import Used, UsedTable, attention_used
 from labsupport.profiling.timing import now
 from labsupport.profiling.units import format_bytes
@@ -290,8 +291,6 @@ def fastest_cache(model: PreTrainedModel, *, steps: bool = False) -> Kind:
     """
     if model.device.type != "cuda" or steps or mode.missing():
         return "dynamic"
-    from labsupport.models.generation.steps import LlamaStep  # defines kernels
-
     return "graphed" if LlamaStep.fits(model) else "dynamic"
 
 

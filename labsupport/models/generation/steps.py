@@ -20,9 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from labsupport.attention.kernels.decode import decode
-from labsupport.attention.kernels.linear import embed, linear, qkv
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -82,11 +79,15 @@ class LlamaStep:
         """Return whether this step computes what the model computes."""
         config: Any = model.config
         known = type(model).__name__ == "LlamaForCausalLM" and config.hidden_act == "silu"
-        known = known and not config.attention_bias and not config.mlp_bias
+        known = known and not (config.attention_bias or config.mlp_bias)
+        known = known and model.dtype != torch.float64
         return known and config.rope_parameters["rope_type"] in ("default", "linear", "llama3")
 
     def __call__(self) -> Tensor:
         """Take the newest tokens into the cache, and return the logits (batch, vocabulary)."""
+        from labsupport.attention.kernels.decode import decode  # both define kernels
+        from labsupport.attention.kernels.linear import embed, linear, qkv
+
         x, eps = self.x, self.eps
         embed(self.token, self.embedding, x, self.seqlens, self.prompts, self.output)
         for weights, keys, values in zip(self.layers, self.keys, self.values, strict=True):
