@@ -48,7 +48,7 @@ for capability, head_dim, rows in json.loads(sys.argv[1]):
     config = decode_tiling(rows, head_dim, torch.bfloat16)
     constants = {"HEAD_DIM": head_dim, "D": head_dim, "BLOCK_SPLITS": MERGED_AT_ONCE}
     constants |= {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, "PRECISION": "ieee"}
-    constants |= {"LEFT": True, "RIGHT": True, "ALIBI": True}
+    constants |= {"LEFT": True, "RIGHT": True, "ALIBI": True, "EARLY": capability >= 90}
     split = _decode_split, config.warps, config.stages
     for kernel, warps, stages in (split, (_decode_merge, 4, 3)):
         built = triton.compile(

@@ -123,7 +123,7 @@ def test_the_search_finds_the_longest_that_runs_whatever_the_guess():
 
 
 def test_speeds_stand_beside_their_ceilings(capsys, saved, monkeypatch):
-    monkeypatch.setattr(generation, "LOOPS", ("transformers, static cache", "graphed"))
+    monkeypatch.setattr(generation, "LOOPS", ("transformers, static cache", "loop, dynamic cache"))
     monkeypatch.setattr(generation, "TRAINING", ("eager", "fa4"))
     monkeypatch.setattr(generation, "REPEATS", 1)
     monkeypatch.setitem(generation.MAX_SECONDS, "cpu", 0.01)
@@ -131,7 +131,8 @@ def test_speeds_stand_beside_their_ceilings(capsys, saved, monkeypatch):
     table = saved("small")
     assert table.attrs["provenance"]["copy_gb_s"] > 0
     by_part = dict(list(table.groupby("what")))
-    decode, prefill, training = (by_part[what] for what in generation.PARTS)
+    decode, prefill, encoder, training = (by_part[what] for what in generation.PARTS)
+    assert (encoder.status == "ok").all(), encoder.reason.tolist()
     assert (decode.status == "ok").all(), decode.reason.tolist()
     assert decode.tokens_per_s.tolist() == pytest.approx(
         (decode.batch * 1000 / decode.median_ms).tolist()
