@@ -2034,7 +2034,7 @@ checks.check_ring_backward(rehearse_ring, seed=71)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# And on two real processes, judged by the same check:
+# And on three real processes, judged by the same check:
 
 # %%
 own_backward = checks.solution_or_reference(
@@ -2056,8 +2056,8 @@ def ring_on_processes(*shards):
     return launch(on_this_rank, processes=len(shards[0]), device="cpu")
 
 
-print("On two processes, the function that the line above names:")
-checks.check_ring_backward(ring_on_processes, worlds=(2,))
+print("On three processes, the function that the line above names:")
+checks.check_ring_backward(ring_on_processes, worlds=(3,))
 
 # %% [markdown]
 # With your forward pass of section 3.13 this is a complete differentiable ring.
