@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from labsupport.left_out import left_out, waits_for
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from labsupport.left_out import left_out, waits_for
 
 
 def passed() -> dict[str, Callable[..., Any]]:
@@ -117,9 +116,7 @@ def _textbook(
     return own(q if scale is None else q * (scale * q.shape[-1] ** 0.5), k, v, seen)
 
 
-def _math(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float | None
-) -> Tensor:
+def _math(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float | None) -> Tensor:
     if seen is not None and seen.dtype != torch.bool:
         seen = seen.to(q.dtype)
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
@@ -236,7 +233,7 @@ def positions_of(
 def score_mib(table: Any) -> Callable[[float], float]:
     """Return the memory of S and P by length, in MiB, by the student's function."""
     own, row = yours("score_bytes", "1-2"), table.iloc[0]
-    size = getattr(torch, row.dtype).itemsize
+    size = getattr(torch, row["dtype"]).itemsize
     return lambda seqlen: own(int(row.batch), int(row.heads), int(seqlen), size) / 2**20
 
 
