@@ -23,7 +23,7 @@
 # - predict a time, test the prediction on shapes that it has not seen, and apply it to another GPU with an interval;
 # - choose an implementation for a workload, and give reasons.
 #
-# **Time** about 193 minutes, of which the exercises take 155. **You need** notebooks 1 and 2. A laptop is enough;
+# **Time** about 208 minutes, of which the exercises take 165. **You need** notebooks 1 and 2. A laptop is enough;
 # figures of a large GPU come from recorded runs. Each section is marked *core* or *further (optional)*; the core fits
 # an afternoon.
 #
@@ -2205,6 +2205,143 @@ plotting.plot_rescalings(
 # maximum. The log-sum-exp is $r + \log_2 l$, with that same $r$. There is one exception: a reference that never changes
 # lets the weights grow until float32 overflows, at $2^{128}$. In float16 that would be $2^{16}$. FlashAttention-4 uses
 # 8 for 16-bit inputs, and 0 for 8-bit ones.
+
+# %% [markdown]
+# ## 4.11 · Reading a profile
+#
+# *Further (optional), 15 minutes.* Before you change a slow program, ask two questions. Does the GPU wait for the
+# program? Then a faster kernel is of no use. If not, what do the warps of the kernel wait for? A *trace* of PyTorch's
+# profiler answers the first question, a report of Nsight Compute the second. Both were recorded on an H100 with
+# `python -m benchmarks trace`.
+#
+# Python launches one kernel after the other, and each launch takes the CPU some microseconds. If a kernel is done
+# sooner than the next one is launched, the GPU waits: this is a *launch gap*. Kernels on different *streams* may run at
+# the same time, such as a copy of the next inputs beside a product.
+#
+# ### Exercise 4-8 · Gaps and stalls
+# ●●○ · 10 minutes · 0 points (optional)
+#
+# | function | takes | returns |
+# | --- | --- | --- |
+# | `launch_gap(trace)` | a DataFrame: a row for each kernel or copy, in any order, with `start_us`, `duration_us`, `name`, `stream` | the share of the time from the first start to the last end in which nothing runs, on any stream |
+# | `stall(report, kernel)` | a DataFrame with `launch`, `kernel`, `reason`, `cycles`, and a kernel's name | the reason that this kernel's warps wait for most, and its share of all that they wait |
+#
+# `cycles` is how long a warp waited for this reason, on average, between two instructions. The reason `"selected"` is no waiting:
+# in this cycle the warp issues an instruction. If a kernel has several launches, average each reason's cycles over them.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# A copy runs from 10 to 70 µs, and two kernels from 30 to 35 and from 40 to 50. For how long does something run? Why is the sum of the
+# durations wrong, and why is the last row's end?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Sort by `start_us`, and go through the rows with the latest end so far. How much of a row lies after that end? For `stall`, `groupby("reason")`
+# gives each reason's mean, and `idxmax` the name of the largest.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# launch_gap   latest = before everything; busy = 0
+#              for each row, by start:  busy += what lies after both its start and latest, at least 0
+#                                       latest = the later one of latest and its end
+#              1 - busy / (latest - first start)
+# stall        rows of this kernel, without "selected"; mean of each reason
+#              the largest one's name; the largest over the sum
+# ```
+# </details>
+# </details>
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-4-8-profile", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def launch_gap(trace):
+    """The share of the time in which no stream works."""
+    ### BEGIN SOLUTION
+    rows = trace.sort_values("start_us")
+    first, busy, latest = rows.start_us.min(), 0.0, -math.inf
+    for start, duration in zip(rows.start_us, rows.duration_us, strict=True):
+        end = start + duration
+        busy += max(0.0, end - max(start, latest))
+        latest = max(latest, end)
+    return 1 - busy / (latest - first)
+    ### END SOLUTION
+
+
+def stall(report, kernel):
+    """The top stall reason of a kernel, and its share of the waiting."""
+    ### BEGIN SOLUTION
+    own = report[(report.kernel == kernel) & (report.reason != "selected")]
+    cycles = own.groupby("reason").cycles.mean()
+    return cycles.idxmax(), cycles.max() / cycles.sum()
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-8-profile-gap", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_launch_gap(launch_gap)
+### BEGIN HIDDEN TESTS
+checks.check_launch_gap(launch_gap, seed=48)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-8-profile-stall", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_stall(stall)
+### BEGIN HIDDEN TESTS
+checks.check_stall(stall, seed=49)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# The recorded trace has calls with 256 and with 8,192 tokens (16 heads of 64, bfloat16): the textbook's four kernels, the
+# same as a CUDA graph, the textbook beside a copy of the next inputs, and PyTorch's FlashAttention. **Predict first**:
+# for what share of the time does the GPU wait in the textbook's calls with 256 tokens?
+
+# %%
+predicted_waiting = None  # your guess, a number between 0 and 1
+
+# %%
+own_gap = checks.solution_or_reference(launch_gap, checks.launch_gap, checks.check_launch_gap)
+own_stall = checks.solution_or_reference(stall, checks.stall, checks.check_stall)
+timeline = load_run("trace-h100").query("status == 'ok'")
+waiting = {key: own_gap(rows) for key, rows in timeline.groupby(["call", "tokens"], sort=False)}
+checks.compare_prediction(
+    "Waiting, textbook, 256 tokens", predicted_waiting, waiting["textbook", 256], possible=(0, 1)
+)
+pd.Series(waiting).unstack().rename_axis(columns="GPU waits, with tokens").map("{:.0%}".format)
+
+# %%
+plotting.plot_launches(
+    timeline[timeline.tokens == 256],
+    title=f"256 tokens: the GPU waits {waiting['textbook', 256]:.0%} of the time, "
+    f"in a CUDA graph {waiting['textbook, CUDA graph', 256]:.0%}",
+    small_print="recorded: NVIDIA H100, five calls each; dark: the main stream, light: copies",
+)
+
+# %% [markdown]
+# A short call is as slow as its launches, whatever the kernels do. Four remedies: fewer kernels (FlashAttention
+# launches one where the textbook launches four), a CUDA graph (all launches at once), larger batches, and
+# `torch.compile`, which does the first two. With 8,192 tokens each kernel takes longer than the next launch: the CPU is
+# always ahead, and only a faster kernel helps. So look inside:
+
+# %%
+report = load_run("stalls-h100").query("status == 'ok'")
+rows = [
+    (backend, kernel, *own_stall(own, kernel))
+    for (backend, kernel), own in report.groupby(["backend", "kernel"], sort=False)
+]
+stalls = pd.DataFrame(rows, columns=["backend", "kernel", "waits most for", "share"])
+stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_numpy())
+
+# %% [markdown]
+# | reason | a warp waits |
+# | --- | --- |
+# | `long_scoreboard` | for data from L2 or HBM: the kernel is short of bandwidth, or loads too late |
+# | `short_scoreboard`, `mio_throttle` | for shared memory, or for exponentials |
+# | `math_pipe_throttle`, `gmma` | for tensor cores that are busy, which is good |
+# | `wait` | a fixed number of cycles, for the instruction before: normal in dense arithmetic |
+# | `barrier` | for other warps of its program |
+#
+# Kernels that only pass over $N \times N$ numbers (scale, softmax) should wait for memory, products and FlashAttention for tensor
+# cores or for each other. Does your table agree? [Chapter 8](../theory/08-performance-model.md#reading-a-kernels-counters) reads
+# a report further.
 
 # %% [markdown]
 # ## What you measured
