@@ -56,10 +56,11 @@ STAND_INS = {
     "analysis/traffic/formulas.py": ("closed_form", "visible_tiles"),
     "attention/reference.py": ("standard_attention", "masked_attention", "oracle_attention"),
     "attention/rotary.py": ("rotary_angles", "apply_rotary_emb", "permute_rotary_rows"),
-    "distributed/ring/zigzag.py": ("chunks_of", "positions_of"),
+    "distributed/ring/zigzag.py": ("chunks_of", "positions_of", "unshard_sequence"),
     "precision/losses.py": ("compute_loss",),
     "profiling/tables.py": ("score_mib",),
     "profiling/work.py": ("passes_of",),
+    "training/measure.py": ("plan_memory",),
     "training/memory.py": ("chunked_cross_entropy",),
 }
 

@@ -25,7 +25,8 @@ def left_out(name: str, exercise: str) -> NoReturn:
     Raises:
         LeftOutError: always.
     """
-    raise LeftOutError(f"{name} is {NOT_HERE}: it answers exercise {exercise}.")
+    which = "exercises" if "," in exercise else "exercise"
+    raise LeftOutError(f"{name} is {NOT_HERE}: it answers {which} {exercise}.")
 
 
 def waits_for(exercise: str, name: str) -> NoReturn:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp in float64, the first on the CPU."""
     lead = q.shape[:-2]
-    flat = [x.detach().cpu().double().reshape(1, -1, *x.shape[-2:]) for x in (q, k, v)]
+    flat = [x.cpu().double().reshape(1, -1, *x.shape[-2:]) for x in (q, k, v)]
     if seen is not None:
         seen = seen.cpu() if seen.dtype == torch.bool else seen.cpu().double()
         rows = torch.where(seen, 0.0, -torch.inf).double() if seen.dtype == torch.bool else seen
@@ -142,7 +143,7 @@ def _flash(
     out, lse = kernel(*flat, 0.0, False, attn_mask=seen, scale=scale)
     if seen is not None:
         lse = lse.masked_fill((seen == -torch.inf).all(-1), -torch.inf)
-    return out.reshape(*lead, *out.shape[-2:]), lse.reshape(*lead, -1).to(q.device)
+    return out.reshape(*lead, *out.shape[-2:]), lse.detach().reshape(*lead, -1).to(q.device)
 
 
 # --- attention/rotary.py --------------------------------------------------------------------------
@@ -228,6 +229,29 @@ def positions_of(
         own = yours("zigzag_positions", "3-5")
         return own(seqlen_local * world_size, rank, world_size).to(device)
     return torch.arange(seqlen_local, device=device) + rank * seqlen_local
+
+
+def unshard_sequence(shards: list[Tensor], *, zigzag: bool = False, dim: int = 1) -> Tensor:
+    """Return the whole sequence from the shards of all ranks."""
+    if not zigzag:
+        return torch.cat(shards, dim)
+    whole = yours("unzigzag", "3-5")([shard.transpose(1, dim) for shard in shards])
+    return whole.transpose(1, dim)
+
+
+def plan_memory(config: Any, *, seqlen: int, savings: Any, **how: Any) -> SimpleNamespace:
+    """Return the peak by the student's count, or NaN before exercise 3-3."""
+    own, bytes_ = passed().get("kept_bytes"), float("nan")
+    if own is not None:
+        sizes = config.width, config.layers, config.heads, config.mlp_width, config.vocab_size
+        bytes_ = 16 * config.parameters + own(
+            seqlen,
+            *sizes,
+            stores_scores=savings.attention == "standard",
+            checkpoint=savings.checkpoint,
+            loss_chunk=savings.loss_chunk,
+        )
+    return SimpleNamespace(peak_bytes=bytes_, when="your count of exercise 3-3")
 
 
 def score_mib(table: Any) -> Callable[[float], float]:
