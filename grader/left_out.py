@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 NOT_HERE = "not part of the exam edition"
 WAITS = "This cell waits for"
+_said: list[str] = []  # what cells said that did not run
 
 
 class LeftOutError(RuntimeError):
@@ -16,6 +17,7 @@ class LeftOutError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """Show only the message in a notebook."""
+        _said.append(str(self))
         return textwrap.wrap(str(self), 100)
 
 
@@ -35,7 +37,9 @@ def waits_for(exercise: str, name: str) -> NoReturn:
     Raises:
         LeftOutError: always.
     """
-    raise LeftOutError(f"{WAITS} exercise {exercise}: it needs your {name}, checked above.")
+    raise LeftOutError(
+        f"{WAITS} exercise {exercise}: it needs your {name}, which must pass its check."
+    )
 
 
 def shorten_errors() -> None:
@@ -46,7 +50,7 @@ def shorten_errors() -> None:
         return
     from labsupport.distributed.launch import LaunchError
 
-    shell.set_custom_exc((NameError, NotImplementedError, LaunchError), _show)
+    shell.set_custom_exc((NameError, KeyError, NotImplementedError, LaunchError), _show)
 
 
 def _show(
@@ -61,7 +65,7 @@ def _show(
         while trace.tb_next is not None:
             trace = trace.tb_next
         lines = [f"{WAITS} an exercise above: {trace.tb_frame.f_code.co_name} is not written yet."]
-    elif kind is NameError:
-        lines = [f"{WAITS} one above, which did not run: {error}."]
+    elif kind in (NameError, KeyError) and _said:
+        lines = [f"{WAITS} one above, which did not run ({kind.__name__}: {error})."]
     lines = lines[-1:] or shell.InteractiveTB.structured_traceback(kind, error, trace, tb_offset)
     shell._showtraceback(kind, error, lines)

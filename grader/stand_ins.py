@@ -8,6 +8,7 @@ An edition without the answers holds a copy of this file as `labsupport/stand_in
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +29,28 @@ def passed() -> dict[str, Callable[..., Any]]:
 
 
 def yours(name: str, exercise: str) -> Callable[..., Any]:
-    """Return the student's function of this name; a `LeftOutError` before it passed a check."""
+    """Return the student's function of this name: it passed a check, or is another notebook's.
+
+    Raises:
+        LeftOutError: there is none, or a check runs.
+    """
+    from labsupport.checks import cases
+    from labsupport.course.own import solution_of
+
+    if name not in passed() and not cases.judging() and name not in _of_this_notebook():
+        own = solution_of(f"0{exercise[0]}", name)
+        if own.__name__ == name:
+            cases.PASSED[name] = own
     if name not in passed():
         waits_for(exercise, name)
     return passed()[name]
+
+
+def _of_this_notebook() -> Mapping[str, Any]:
+    try:
+        return get_ipython().user_ns  # type: ignore[name-defined]
+    except NameError:
+        return {}
 
 
 # --- attention/reference.py -----------------------------------------------------------------------
@@ -276,6 +295,16 @@ def passes_of(case: Any, window_size: tuple[int, int] = (-1, -1)) -> list[Any]:
         for backward in passes
     )
     return [Pass(flops * share, moved) for flops, moved in found]
+
+
+def fused_bytes(case: Any) -> float:
+    """Return the bytes of a case's passes, by the student's function."""
+    return float(sum(part.bytes for part in passes_of(case)))
+
+
+def float16(kind: type, **changes: Any) -> Any:
+    """Return the student's policy for a GPU without bfloat16."""
+    return replace(yours("my_policy", "2-5")("cuda", (7, 5)), **changes)
 
 
 def roofline(cases: Any, ceilings: Any, *, window_size: tuple[int, int] = (-1, -1)) -> Any:
