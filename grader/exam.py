@@ -58,6 +58,7 @@ STAND_INS = {
     "attention/reference.py": ("standard_attention", "masked_attention", "oracle_attention"),
     "attention/rotary.py": ("rotary_angles", "apply_rotary_emb", "permute_rotary_rows"),
     "distributed/ring/zigzag.py": ("chunks_of", "positions_of", "unshard_sequence"),
+    "models/flops.py": ("model_flops",),
     "precision/losses.py": ("compute_loss",),
     "profiling/tables.py": ("score_mib",),
     "profiling/work.py": ("passes_of",),
