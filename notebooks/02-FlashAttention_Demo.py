@@ -2061,6 +2061,8 @@ print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
 # and it changes during training: gradients grow and shrink, and those of weights, which the tracker does not record,
 # are sums over all tokens. So find it by trying:
 #
+# ![Ranges of float32, TF32, bfloat16 and float16 on a logarithmic axis: float16 ends at 65,504, bfloat16 reaches as far as float32.](../theory/figures/dtype-ranges.png)
+#
 # - A gradient is infinite or NaN: the scale was too large. **Skip** this step, **halve** the scale.
 # - `interval` good steps in a row: **double** it.
 #

@@ -2201,6 +2201,10 @@ by_position.round(2)
 #            YaRN                  1      1    1.1    1.3    1.6      2      2      2
 # ```
 #
+# The same for a model with 32 pairs, trained on 1,024 tokens and read at 8,192:
+#
+# ![Turns of each of 32 pairs at the last token: trained on 1,024 tokens, and at 8,192 as it is, interpolated, and with a larger base.](../theory/figures/long-context-turns.png)
+#
 # ### Exercise 3-9 · Three ways to turn more slowly
 # ●●○ · 20 minutes · 0 points (optional)
 #

@@ -1921,7 +1921,10 @@ checks.check_clock(after_repair, seed=46)
 # *Further (optional), 30 minutes.* On a B200 a multiprocessor does 8,192 FLOPs in a cycle, and 16 exponentials. At
 # `head_dim` 128 an entry of a tile needs 512 FLOPs and one exponential, so both take equally long ([chapter
 # 5](../theory/05-from-v1-to-v4.md#version-4-fewer-exponentials-fewer-rescalings)). FlashAttention-4 computes some
-# exponentials on the units for ordinary arithmetic, and skips most multiplications of $O$.
+# exponentials on the units for ordinary arithmetic, and skips most multiplications of $O$. While a softmax runs, tensor
+# cores can wait; this was measured in the lab's kernel on an H200:
+#
+# ![Three timelines, measured. One consumer: tensor cores busy 44% of the time. Two consumers: each has its products while the other has its softmax, 73%. In turns: 76%](../theory/figures/versions-timeline.png)
 #
 # **A power of two without an exponential.** $2^{-2.75} = 2^{-3} \cdot 2^{0.25}$: a whole power, and a fraction $f$ from 0 to 1. Look at the
 # bits of float32 numbers (sign, exponent, significand) that differ by a whole power:
@@ -2056,6 +2059,22 @@ powers = {f"degree {d}": own_exp2(below, polynomials[d - 1]) for d in (1, 2, 3, 
 for name, p in {**powers, "exp2": torch.exp2(below)}.items():
     output = (p.bfloat16().float() @ some_v) / p.sum(-1, keepdim=True)
     print(f"{name:8} output {((output - exact).norm() / exact.norm()).item():.1%} off")
+
+# %%
+f = torch.linspace(0, 1, 400)
+figure = plotting.Chart(figsize=(7.2, 3))
+axes = figure.subplots()
+for degree in (1, 2, 3, 4):
+    off = (own_exp2(f, polynomials[degree - 1]) / torch.exp2(f) - 1).abs()
+    axes.semilogy(f, off.clamp(min=1e-8), label=f"degree {degree}")
+axes.axhline(2**-8, color="black", linestyle=":", label="rounding to bfloat16")
+axes.set(xlabel="f", ylabel="relative error of $2^f$")
+axes.legend(ncols=3, fontsize=8)
+figure.headline(
+    f"From degree {degrees['bfloat16']} on, the error is below bfloat16's rounding",
+    "by exp2_by_bits, 400 places",
+)
+figure
 
 
 # %% [markdown]
