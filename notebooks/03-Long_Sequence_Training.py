@@ -690,7 +690,8 @@ parts = pd.concat(
 ran = ladder[ladder.status == "ok"].set_index("backend")
 plotting.plot_memory_parts(
     parts,
-    title="After attention it is the logits, after the logits what the blocks keep",
+    title=f"The highest peak is {ran.peak_memory_bytes.idxmax()}'s, "
+    f"{ran.peak_memory_bytes.max() / ran.peak_memory_bytes.min():.0f} times the lowest",
     measured=ran.peak_memory_bytes.to_dict(),
     limit=("allowed: 640 MiB", 640 * 2**20),
     small_print=f"Bars: predicted. 2,048 tokens, vocabulary 16,384, float32, {device.type}",
@@ -852,7 +853,7 @@ print(
 print(f"first 20 losses: at most {consistency.together(courses):.0e} apart")
 plotting.plot_runs(
     courses,
-    title="The two runs of one seed agree to the last digits; another seed takes another way",
+    title=f"The first 20 losses of one seed's two runs are {consistency.together(courses):.0e} apart",
     small_print=f"recorded: {record['device']}, {record['date'][:10]}; {record['data']}",
 )
 
@@ -1241,7 +1242,8 @@ axes.bar(work.index, work / work.mean())
 axes.axhline(1, color="black", linestyle=":")
 axes.set(xlabel="rank", ylabel="work, average = 1")
 figure.headline(
-    "The last rank has most to do", "Pairs of query and key, eight contiguous shards, causal"
+    f"Rank {work.idxmax()} has most to do, rank {work.idxmin()} least",
+    "Pairs of query and key, eight contiguous shards, causal",
 )
 figure
 
@@ -2034,7 +2036,7 @@ checks.check_ring_backward(rehearse_ring, seed=71)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# And on two real processes, judged by the same check:
+# And on three real processes, judged by the same check:
 
 # %%
 own_backward = checks.solution_or_reference(
@@ -2056,8 +2058,8 @@ def ring_on_processes(*shards):
     return launch(on_this_rank, processes=len(shards[0]), device="cpu")
 
 
-print("On two processes, the function that the line above names:")
-checks.check_ring_backward(ring_on_processes, worlds=(2,))
+print("On three processes, the function that the line above names:")
+checks.check_ring_backward(ring_on_processes, worlds=(3,))
 
 # %% [markdown]
 # With your forward pass of section 3.13 this is a complete differentiable ring.
@@ -2198,6 +2200,10 @@ by_position.round(2)
 #            NTK-aware             1    1.1    1.2    1.3    1.5    1.6    1.8      2
 #            YaRN                  1      1    1.1    1.3    1.6      2      2      2
 # ```
+#
+# The same for a model with 32 pairs, trained on 1,024 tokens and read at 8,192:
+#
+# ![Turns of each of 32 pairs at the last token: trained on 1,024 tokens, and at 8,192 as it is, interpolated, and with a larger base.](../theory/figures/long-context-turns.png)
 #
 # ### Exercise 3-9 · Three ways to turn more slowly
 # ●●○ · 20 minutes · 0 points (optional)

@@ -75,6 +75,39 @@ def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> 
     return figure
 
 
+def plot_launches(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
+    """Draw when the kernels of recorded calls ran: a panel for each call, a line for each stream.
+
+    Args:
+        table: columns call, start_us, duration_us, stream.
+        title: the finding, as a sentence.
+        small_print: device and sizes.
+
+    >>> import pandas as pd
+    >>> rows = [("textbook", 0.0, 3.0, 7), ("textbook", 9.0, 3.0, 7)]
+    >>> table = pd.DataFrame(rows, columns=["call", "start_us", "duration_us", "stream"])
+    >>> chart = plot_launches(table, title="The GPU waits half of the time")
+    """
+    calls = list(dict.fromkeys(table["call"]))
+    figure = Chart(figsize=(8.6, 1.2 + 0.6 * len(calls)))
+    panels = figure.subplots(len(calls), 1, sharex=True, squeeze=False)[:, 0]
+    words = []
+    for axes, call in zip(panels, calls, strict=True):
+        rows = table[table["call"] == call]
+        for line, (_, own) in enumerate(rows.groupby("stream")):
+            bars = list(zip(own["start_us"], own["duration_us"], strict=True))
+            axes.broken_barh(bars, (line, 0.8), facecolors=SKY if line else BLUE)
+        end = (rows["start_us"] + rows["duration_us"]).max()
+        axes.set_yticks([])
+        axes.set_title(f"{call}: {end:,.0f} µs", fontsize=9, loc="left")
+        plain(axes, "x")
+        words.append(f"{call}: {len(rows)} kernels in {end:,.0f} µs.")
+    panels[-1].set_xlabel("time since the first kernel began (µs)")
+    panels[-1].set_xlim(left=0)
+    figure.say(title, small_print, words)
+    return figure
+
+
 def plot_scaling(
     table: pd.DataFrame,
     *,
