@@ -76,7 +76,7 @@ class HostStore:
 
     def __init__(self, device: torch.device, least: int = 2**20) -> None:
         self.device, self.least = device, least
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.parked: list[Tensor] = []
         self.coming: dict[int, tuple[Tensor, Any]] = {}
         self.leaving: Tensor | None = None
