@@ -35,6 +35,9 @@ from labsupport.training.history import read_peak, reset_peak
 from labsupport.training.planner import STRATEGIES
 from labsupport.training.train import TrainConfig
 
+# Around a ring attention takes all heads.
+RUNGS = [n for n, strategy in enumerate(STRATEGIES) if strategy.savings.head_chunk is None]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -48,19 +51,18 @@ class Case:
     seqlen: int
     kernel: str = "auto"
     layout: str = "zigzag"
-    rung: int = len(STRATEGIES) - 1
+    rung: int = RUNGS[-1]
 
 
 def add_options(parser: ArgumentParser) -> None:
     kernels = runner.some_of(["auto", *(kernel.name for kernel in KERNELS)])
     layouts = runner.some_of(["zigzag", "contiguous"])
-    rungs = range(len(STRATEGIES))
     add = parser.add_argument
     add("--preset", default="tiny", choices=sorted(PRESETS), help="the decoder's shape")
     add("--lengths", type=runner.lengths, default="1K", help="tokens, such as 128K,1M")
     add("--kernels", type=kernels, default="auto", help="of the ring, separated by commas")
     add("--layouts", type=layouts, default="zigzag", help="zigzag, contiguous, or both")
-    add("--rung", type=int, choices=rungs, default=rungs[-1], help="how memory is saved")
+    add("--rung", type=int, choices=RUNGS, default=RUNGS[-1], help="how memory is saved")
     add("--repeats", type=int, default=3, help="steps that are timed (default: %(default)s)")
     add("--max-seconds", type=float, default=60.0, help="for the steps of a case")
     add("--processes", type=int, default=2, help="to start where torchrun did not")

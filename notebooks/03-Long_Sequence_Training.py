@@ -752,7 +752,7 @@ fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 # ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
 #
 # Transformers' GPT-2 with plain eager attention reaches 3,072 tokens there, and 18,432 in its best setting
-# (`context-16gib-plain-h200`); the last remedy reaches 393,216. The plan promises up to a third more than what ran: it
+# (`context-16gib-plain-h200`); a bfloat16 stream reaches 376,832. The plan promises up to a third more than what ran: it
 # counts tensors, while the limit counts everything that the allocator has reserved, and the search went in steps of
 # 1,024 tokens. A step that fits may still take too long: time grows with $N^2$, and the million takes four minutes.
 
