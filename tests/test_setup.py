@@ -168,7 +168,7 @@ def make(*arguments, cwd):
 def test_make_alone_lists_every_command(project):
     listed = set(re.findall(r"^make ([\w-]+)", make(cwd=project).stdout, re.MULTILINE))
     makefile = (project / "Makefile").read_text(encoding="utf-8")
-    assert {"lab", "fetch", "test", "test-all", "notebooks", "format", "update", "clean"} <= listed
+    assert {"lab", "fetch", "test", "test-all", "notebooks", "format", "clean"} <= listed
     assert all(f"\n{command}:" in makefile for command in listed)
 
 
