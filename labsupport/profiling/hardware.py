@@ -15,6 +15,7 @@ import platform
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,11 +222,10 @@ def measure_ceilings(device: torch.device | str | None = None) -> Ceilings:
     with warn_if_busy():
         for name in [*fastest] * ROUNDS:
             if name == "copy":
-                try:
-                    call, amount = _copy(copied, where)
-                except torch.OutOfMemoryError:
-                    copied //= 8
-                    call, amount = _copy(copied, where)
+                # Bytes that a copy reads and writes.
+                source = torch.ones(copied, dtype=torch.uint8, device=where)
+                call, amount = partial(torch.empty_like(source).copy_, source), 2.0 * copied
+                del source
             else:
                 call, amount = _product(name, where)
             timing = measure_time(call, device=where, warmup=1, min_repeats=3, max_seconds=0.1)
@@ -233,13 +233,6 @@ def measure_ceilings(device: torch.device | str | None = None) -> Ceilings:
             del call  # and its tensors
     rates = {name: fastest[name] for name in dtypes}
     return Ceilings(detect_device(where).name, fastest["copy"] * 1e3, rates)
-
-
-def _copy(nbytes: int, device: torch.device) -> tuple[Callable[[], Any], float]:
-    """A copy, and the bytes that it reads and writes."""
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source), 2.0 * nbytes
 
 
 def _product(name: str, device: torch.device) -> tuple[Callable[[], Any], float]:
