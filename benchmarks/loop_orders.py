@@ -12,7 +12,7 @@ interpreter the command compares results, in tiny sizes; its times mean nothing.
 """
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ import pandas as pd
 import torch
 
 from benchmarks.runner import Case, check_triton, in_turns, not_measured, numbers, run
-from labsupport.analysis.loop_orders import LoopShape, rewritten_bytes, written_bytes
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.autograd import forward
 from labsupport.attention.kernels.config import Geometry, KernelConfig, override, tiling
@@ -29,6 +28,36 @@ from labsupport.profiling.timing import resolve_device
 # (batch, heads): from one head, for which version 1 has a single program, to 128.
 BATCH_HEADS = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (2, 16), (4, 16), (8, 16))
 FEW = ((1, 1), (2, 2))
+
+
+@dataclass(frozen=True)
+class LoopShape:
+    """q, k and v are (batch, seqlen, heads, head_dim)."""
+
+    batch: int
+    heads: int
+    seqlen: int
+    head_dim: int
+    causal: bool
+    dtype: str = "bfloat16"
+
+
+def rewritten_bytes(shape: LoopShape, plan: KernelConfig) -> int:
+    """Bytes of O, m and l (float32) that version 1 reads and writes, once for each pair of blocks.
+
+    Theory: N / Bc passes over (head_dim + 2) numbers a row; a causal mask spares nearly half.
+    """
+    passes = 0
+    for j in range(0, shape.seqlen, plan.block_k):
+        first = j // plan.block_q * plan.block_q if shape.causal else 0
+        passes += shape.seqlen - first
+    return 2 * 4 * (shape.head_dim + 2) * passes * shape.batch * shape.heads
+
+
+def written_bytes(shape: LoopShape) -> int:
+    """Bytes of O (in the inputs' dtype) and L (float32) that version 2 writes, once."""
+    rows = shape.batch * shape.heads * shape.seqlen
+    return rows * (shape.head_dim * getattr(torch, shape.dtype).itemsize + 4)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
