@@ -94,7 +94,7 @@ class Ceilings:
 
 
 @functools.cache
-def read_specs(path: Path | None = None) -> tuple[HardwareSpec, ...]:
+def read_specs() -> tuple[HardwareSpec, ...]:
     """The rows of data/hardware.csv.
 
     Raises:
@@ -104,8 +104,7 @@ def read_specs(path: Path | None = None) -> tuple[HardwareSpec, ...]:
     kind_of: dict[str, Any] = {
         column.name: kinds.get(str(column.type), str) for column in fields(HardwareSpec)
     }
-    path = data_dir() / "hardware.csv" if path is None else path
-    with path.open(newline="", encoding="utf-8") as file:
+    with (data_dir() / "hardware.csv").open(newline="", encoding="utf-8") as file:
         return tuple(
             HardwareSpec(**{name: kind(row[name].strip()) for name, kind in kind_of.items()})
             for row in csv.DictReader(file)
