@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,7 +117,6 @@ def plot_scaling(
     series: str = "series",
     panel: str | None = None,
     references: Sequence[Reference] = (),
-    names: Mapping[str, str] | None = None,
     small_print: str = "",
 ) -> Chart:
     """Plot a quantity against the number of devices, one line a series, from 0 on.
@@ -132,7 +131,6 @@ def plot_scaling(
             "native, zigzag" and "native, contiguous", share its colour.
         panel: whose values are the panels.
         references: lines to judge by; y a number, or a function of the number of devices.
-        names: what series are called in the legend.
         small_print: device, date, sizes.
 
     Raises:
@@ -156,9 +154,8 @@ def plot_scaling(
             shown = rows[rows[series] == name].sort_values("world")
             if shown[column].notna().sum() == 0:
                 continue
-            label = (names or {}).get(name, str(name))
             axes.plot(
-                shown["world"], shown[column], markersize=7, linewidth=1.8, label=label, **look
+                shown["world"], shown[column], markersize=7, linewidth=1.8, label=name, **look
             )
         draw_references(axes, references, worlds)
         log2_axis(axes, worlds, "number of devices")

@@ -95,6 +95,15 @@ def test_both_loop_orders_are_measured_and_agree_or_are_not_compared(monkeypatch
     assert "order_ratio" not in printed
 
 
+def test_version_one_moves_each_row_of_o_m_and_l_once_for_each_block_of_keys_that_it_sees():
+    tiles = KernelConfig(64, 64, 4, 1)
+    shape = loop_orders.LoopShape(batch=2, heads=3, seqlen=256, head_dim=64, causal=False)
+    assert loop_orders.rewritten_bytes(shape, tiles) == 4 * 6 * 256 * (64 + 2) * 4 * 2
+    causal = loop_orders.LoopShape(batch=1, heads=1, seqlen=256, head_dim=62, causal=True)
+    seen = 256 + 192 + 128 + 64  # rows that see each of four blocks of keys
+    assert loop_orders.rewritten_bytes(causal, tiles) == seen * 64 * 4 * 2
+
+
 # --- tune ----------------------------------------------------------------------------------------
 
 
