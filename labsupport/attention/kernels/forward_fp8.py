@@ -26,7 +26,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labsupport.attention.kernels.common import (
     LOG2_E,
@@ -201,12 +200,10 @@ def launch(
     """Fill out and lse, as `forward.launch` does, after rounding q, k and v."""
     config = tiling("fp8", q.shape[3], q.dtype, hopper=True)
     q8, k8, v8, q_scale, k_scale, v_scale = round_inputs(q, k, v, rotation)
-    v8 = v8.permute(0, 2, 3, 1)
-    v_tile = [1, 1, q.shape[3], config.block_k]
     tensors = {
         "Q": describe(q8, config.block_q), "O": describe(out, config.block_q),
         "K": describe(k8, config.block_k),
-        "V": TensorDescriptor(v8, list(v8.shape), list(v8.stride()), v_tile),
+        "V": describe(v8.permute(0, 2, 3, 1), q.shape[3], config.block_k, plain=True),
         "LSE": lse, "Q_scale": q_scale, "K_scale": k_scale, "V_scale": v_scale,
     }  # fmt: skip
 

@@ -38,7 +38,6 @@ def merge_kernel(
     weight, part_weight = tl.exp(lse - m), tl.exp(part_lse - m)
     total = weight + part_weight
     divisor = tl.where(total == 0.0, 1.0, total)
-    tl.store(LSE + r, tl.where(total == 0.0, -float("inf"), m + tl.log(divisor)), mask=inside)
 
     mask = inside[:, None] & (d < head_dim)[None, :]
     OUT += batch * out_batch + head * out_head + r[:, None] * out_row + d[None, :]
@@ -46,6 +45,9 @@ def merge_kernel(
     out = tl.load(OUT, mask=mask, other=0.0).to(tl.float32)
     part = tl.load(PART, mask=mask, other=0.0).to(tl.float32)
     merged = (weight / divisor)[:, None] * out + (part_weight / divisor)[:, None] * part
+    # Several threads may hold the same number: all must have read it before one writes.
+    tl.debug_barrier()
+    tl.store(LSE + r, tl.where(total == 0.0, -float("inf"), m + tl.log(divisor)), mask=inside)
     tl.store(OUT, merged.to(OUT.dtype.element_ty), mask=mask)
 
 
