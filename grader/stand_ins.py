@@ -1,4 +1,4 @@
-"""What runs in the exam edition in place of functions that answer an exercise.
+"""Functions that run in the exam edition in place of those that answer an exercise.
 
 They call PyTorch's own functions, or the student's, once those have passed a check. No check takes
 them for an answer: while one runs, and where a submission is graded, they are left out.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from labsupport.left_out import left_out, waits_for
+from labsupport.left_out import left_out, waits_for  # pyrefly: ignore[missing-import]
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
