@@ -67,5 +67,6 @@ def _show(
         lines = [f"{WAITS} an exercise above: {trace.tb_frame.f_code.co_name} is not written yet."]
     elif kind in (NameError, KeyError) and _said:
         lines = [f"{WAITS} one above, which did not run ({kind.__name__}: {error})."]
+    _said.extend(lines)
     lines = lines[-1:] or shell.InteractiveTB.structured_traceback(kind, error, trace, tb_offset)
     shell._showtraceback(kind, error, lines)

@@ -37,16 +37,18 @@ def yours(name: str, exercise: str) -> Callable[..., Any]:
     from labsupport.checks import cases
     from labsupport.course.own import solution_of
 
-    if name not in passed() and not cases.judging() and name not in _of_this_notebook():
+    notebook = _notebook()
+    if name not in passed() and notebook and name not in notebook and not cases.judging():
         own = solution_of(f"0{exercise[0]}", name)
-        if own.__name__ == name:
+        if own.__name__ == name and "NotImplementedError" not in own.__code__.co_names:
             cases.PASSED[name] = own
     if name not in passed():
         waits_for(exercise, name)
     return passed()[name]
 
 
-def _of_this_notebook() -> Mapping[str, Any]:
+def _notebook() -> Mapping[str, Any]:
+    """Return the notebook's variables; none in a process without a notebook."""
     try:
         return get_ipython().user_ns  # type: ignore[name-defined]
     except NameError:
