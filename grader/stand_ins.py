@@ -167,6 +167,23 @@ def _flash(
     return out.reshape(*lead, *out.shape[-2:]), lse.detach().reshape(*lead, -1).to(q.device)
 
 
+# --- attention/online_softmax.py ------------------------------------------------------------------
+
+
+def merge_attention(
+    out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge two partial results by the student's function."""
+    return yours("merge", "3-4")(out, lse, part, part_lse)
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a partial result, (batch, seqlen, heads, head_dim), in place."""
+    new, both = merge_attention(out.transpose(1, 2), lse, part.transpose(1, 2), part_lse)
+    out.copy_(new.transpose(1, 2))
+    lse.copy_(both)
+
+
 # --- attention/rotary.py --------------------------------------------------------------------------
 
 
@@ -264,7 +281,7 @@ def plan_memory(config: Any, *, seqlen: int, savings: Any, **how: Any) -> Simple
     """Return the peak by the student's count, or NaN before exercise 3-3."""
     own, bytes_ = passed().get("kept_bytes"), float("nan")
     if own is not None:
-        sizes = config.width, config.layers, config.heads, config.mlp_width, config.vocab_size
+        sizes = config.width, config.layers, config.heads, config.inner_width, config.vocab_size
         bytes_ = 16 * config.parameters + own(
             seqlen,
             *sizes,
