@@ -442,11 +442,11 @@ if spec is not None:
     lines.insert(
         0, plotting.RoofLine("specified", spec.peak_tflops(name_of_dtype), spec.bandwidth_gb_s)
     )
-grown = judged[judged.seqlen > 1].groupby("backend").intensity.agg(lambda x: x.iloc[-1] / x.iloc[0])
+grown = judged[judged.seqlen > 1].groupby("backend").intensity.agg(lambda x: x.iloc[-1] / x.iloc[-2])
 plotting.plot_roofline(
     judged,
     lines,
-    title=f"From {lengths[0]:,} to {lengths[-1]:,} tokens the textbook's intensity grows "
+    title=f"From {lengths[-2]:,} to {lengths[-1]:,} tokens the textbook's intensity grows "
     f"{grown.standard:.1f} times, FlashAttention's {grown.sdpa_flash:.1f} times",
     small_print=f"{ceilings.device}, {name_of_dtype}, {heads} heads of {head_dim}; "
     "sdpa_flash, the two on the left: decode steps",
