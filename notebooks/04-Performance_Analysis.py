@@ -442,7 +442,9 @@ if spec is not None:
     lines.insert(
         0, plotting.RoofLine("specified", spec.peak_tflops(name_of_dtype), spec.bandwidth_gb_s)
     )
-grown = judged[judged.seqlen > 1].groupby("backend").intensity.agg(lambda x: x.iloc[-1] / x.iloc[-2])
+grown = (
+    judged[judged.seqlen > 1].groupby("backend").intensity.agg(lambda x: x.iloc[-1] / x.iloc[-2])
+)
 plotting.plot_roofline(
     judged,
     lines,
@@ -481,7 +483,9 @@ cached = [
 judged_decode = roofline(cached, h200)
 judged_decode["tflops"] = judged_decode.flops / steps_recorded.median_ms.to_numpy() / 1e9
 on_h200 = pd.concat([roofline(some, h200), judged_decode])
-judged_decode["of_slope"] = judged_decode.tflops * 1e3 / judged_decode.intensity / h200.bandwidth_gb_s
+judged_decode["of_slope"] = (
+    judged_decode.tflops * 1e3 / judged_decode.intensity / h200.bandwidth_gb_s
+)
 fused = some[(some.backend != "standard") & (some.seqlen == some.seqlen.max())]
 fastest = roofline(fused, h200).of_bound
 is_textbook = on_h200.backend == "standard"  # S and P, each written once and read once, 2 bytes
