@@ -4,9 +4,9 @@ torchrun --nproc-per-node 8 -m benchmarks sequence_parallel \\
     --preset gpt2-small --lengths 128K,1M --kernels native --save NAME
 python -m benchmarks sequence_parallel --processes 2 --preset tiny --lengths 1K
 
-All cases run in the same processes. Memory that ends on all ranks at once, as it mostly does, makes
-a row; if it ends on some only, the others wait for them, and after --case-limit the run is over
-(the rows before are saved).
+All cases run in the same processes. Usually all ranks run out of memory together, which makes
+a row. If only some do, the others wait for them, and the run ends after --case-limit (earlier rows
+are saved).
 """
 
 import itertools

@@ -101,7 +101,7 @@ def longest_that_trains(
     memory. A remedy that cannot run at all has the row that says why.
 
     Raises:
-        RuntimeError: the device is a CPU, whose memory cannot be held to a limit for some steps
+        RuntimeError: the device is a CPU, whose memory cannot be limited for some steps
             only; `planner.fits.longest` predicts there.
     """
     limit, multiple, device = options.limit, options.multiple, resolve_device(options.device)

@@ -29,7 +29,7 @@ from labsupport.paths import STATE_FILE
 
 
 class Upgrade(NamedTuple):
-    """A copy into which a newer edition was merged, and the file with what it was before."""
+    """A copy into which a newer edition was merged, and the file with its old version."""
 
     copy: Path
     before: Path

@@ -100,7 +100,7 @@ def train_on_ranks(
 
     Returns:
         a row for each case: rank; loss, all_reduces and all_reduced_bytes of the last step (the
-        latter None for FSDP); parameters, gradients, optimizer (bytes held after it).
+        latter None for FSDP); parameters, gradients, optimizer (bytes stored after it).
     """
     with _group() as info:
         tokenizer = ByteTokenizer()

@@ -63,7 +63,7 @@ def in_chunks(fn: Callable[[Tensor], Tensor], x: Tensor, size: int | None) -> Te
 class HostStore:
     """A context in which tensors saved for the backward pass move to the host's memory.
 
-    Each is copied to pinned memory, on a stream of its own, while the forward pass goes on. The
+    Each is copied to pinned memory, on a separate stream, while the forward pass goes on. The
     backward pass asks for them in the opposite order: with each, the copy of the next one begins.
 
     Args:
@@ -331,7 +331,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _limited_process(limit: int) -> Iterator[None]:
     """Limit what belongs to the process alone and can be written (proc(5): VmData)."""
     if not sys.platform.startswith("linux"):
-        raise RuntimeError("memory_limit can limit a CPU process on Linux only: take a container")
+        raise RuntimeError("memory_limit can limit a CPU process on Linux only: use a container")
     import resource  # not on Windows
 
     # Start PyTorch's threads while there is memory for their stacks: OpenMP ends the process when

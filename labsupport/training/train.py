@@ -147,7 +147,7 @@ def train(
             micro_batches = [tensors(batch) for batch in batches(step)]
             if len(micro_batches) != settings.gradient_accumulation_steps:
                 raise ValueError(
-                    f"batches({step}) gave {len(micro_batches)} micro-batches, and the settings "
+                    f"batches({step}) gave {len(micro_batches)} micro-batches, but the settings "
                     f"say gradient_accumulation_steps={settings.gradient_accumulation_steps}"
                 )
             # The mean over the step's labels is not the mean of the micro-batches' means: each
@@ -237,8 +237,8 @@ def check_weights(model: nn.Module, policy: FlashAttentionConfig | None) -> None
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"{name} is {dtype}: updates smaller than half of its last digit would be lost. "
-                "Keep the weights in float32 (model.float()), and compute in bfloat16 by "
-                "TrainConfig(autocast=torch.bfloat16); or have float32 masters beside them, by "
+                "Keep the weights in float32 (model.float()), and compute in bfloat16 with "
+                "TrainConfig(autocast=torch.bfloat16); or add float32 masters with "
                 "TrainConfig(policy=FlashAttentionConfig.bfloat16())"
             )
 

@@ -66,4 +66,4 @@ def test_torchrun_has_chosen_the_number_of_processes():
     assert "torchrun has started 4 processes: leave --processes out" in str(done.exception)
     if not torch.cuda.is_available():
         done = program(*DDP.split(), "--device", "cuda", ok=False)
-        assert "--device cuda: each rank needs a GPU, and none is there" in str(done.exception)
+        assert "--device cuda: each rank needs a GPU, but PyTorch finds 0" in str(done.exception)

@@ -275,7 +275,7 @@ def test_what_a_layer_sends_when_it_is_computed_again_is_counted(workers):
 
 
 def diary_of(rank, group, q, k, v):
-    """What a rank does in the forward, and in the backward, in order."""
+    """Return the operations of a rank in the forward and in the backward, in order."""
     diary = []
 
     class Watched(Ring):

@@ -534,5 +534,5 @@ def _describe(x: Tensor, rows: int) -> TensorDescriptor:
 
 @cache
 def tile_layout(tile: tuple[int, ...], dtype: gl.dtype) -> gl.NVMMASharedLayout:
-    """Return how a tile lies in shared memory."""
+    """Return the layout of a tile in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(list(tile), dtype)

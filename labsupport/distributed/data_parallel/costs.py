@@ -71,7 +71,7 @@ class StateBytes:
 
 
 def predict_state_bytes(parameters: int, *, ranks: int = 1, stage: int = 3) -> StateBytes:
-    """Predict what a rank holds of float32 parameters under AdamW, shared by `ranks`.
+    """Predict a rank's bytes for float32 parameters under AdamW, sharded over `ranks`.
 
     `stage` is ZeRO's: 1 shares AdamW's states, 2 the gradients, too, 3 all. Stage 0 is DDP: 16
     bytes a parameter. Stage 3 is FSDP, up to rounding: it cuts each tensor along its rows, and rows

@@ -138,7 +138,7 @@ def check_model(model: PreTrainedModel) -> None:
             "of Transformers, such as LlamaForCausalLM (and no encoder-decoder)"
         )
     if model.training:
-        raise ValueError("the model is in training mode, and its dropout is active: model.eval()")
+        raise ValueError("the model is in training mode, with dropout: call model.eval()")
 
 
 def check_room(model: PreTrainedModel, batch: Batch, max_new_tokens: int) -> None:
