@@ -120,7 +120,7 @@ cast the result
     out.to(dtype) -> out.float()
 rounded on the way
     for part, part_lse in parts: -> for part, part_lse in parts:\n        out = out.to(dtype).double()
-stays float32
+must stay float32
     out.to(dtype), lse -> out.to(dtype), lse.to(dtype)
 were still in memory
     iter(parts) -> iter(list(parts))
