@@ -343,7 +343,7 @@ pd.DataFrame(slopes).round(2)
 # Weights and AdamW's states (the line in the chart) do not grow, so 8 times the length takes less than 8 times the
 # memory, and the slopes of memory lie below 1 and 2. What grows is linear with FlashAttention, and quadratic without.
 # FlashAttention's *time* is not linear, because it still computes all pairs. The slope of time is a mixture: matrices
-# grow with $N$, attention with $N^2$, and the longer the sequence, the more attention weighs. (The textbook's slope may
+# grow with $N$, attention with $N^2$, and the longer the sequence, the larger attention's part. (The textbook's slope may
 # exceed 2 where its scores outgrow a cache. A slope of time below 1 means that another program used the cores: run the
 # cell again.)
 #
@@ -379,8 +379,8 @@ pd.DataFrame(slopes).round(2)
 # `hidden` and `weight`, and `None` for `labels` and for `chunk`. All gradients are multiplied by `grad_loss`.
 #
 # Neither pass may create a tensor that is larger than one chunk's logits, except for tensors of the size of `hidden` or
-# `weight`. And no logits may be kept for the backward pass. There are two ways, both right: compute the gradients in
-# `forward` and keep those, or compute the logits again in `backward`.
+# `weight`. And no logits may be stored for the backward pass. There are two right ways: compute the gradients in
+# `forward` and store those, or compute the logits again in `backward`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -618,7 +618,7 @@ checks.check_kept_loss(kept_bytes, seed=33)
 
 # %% [markdown]
 # A formula is as good as its predictions. The next cell compares it with real steps, measured to the byte (on a GPU the
-# figures differ a little, because its kernels work in other steps):
+# figures differ a little, because its kernels need other temporary tensors):
 
 # %%
 own_kept = checks.solution_or_reference(
@@ -998,7 +998,6 @@ asked.pivot_table(index="window", columns=["task", "measure"], values="value").r
 # **After this part you can**
 #
 # - merge partial results of attention exactly, and write ring attention down as a double loop;
-# - divide a causal sequence so that all devices have equally much to do, and keep positions and labels right on the way;
 # - divide a causal sequence so that all devices have the same amount of work, with the right positions and labels;
 # - say what DDP, FSDP and ring attention each make smaller and what they send for it, and measure it;
 # - read an efficiency, and recognise a run that lost a process.
@@ -1222,8 +1221,8 @@ print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-
 #
 # ## 3.12 · Equal work
 #
-# *Core.* Now cut a causal sequence into eight shards, one after the other. The queries of rank 0 see only the keys of rank 0. Those of
-# rank 7 see all keys.
+# *Core.* Now cut a causal sequence into eight shards, one after the other. The queries of rank 0 see only the keys of rank 0. Those
+# of rank 7 see all keys.
 #
 # **Predict first**: how many times the average work does the busiest of the eight ranks have?
 
@@ -1372,9 +1371,9 @@ plotting.plot_weights(  # what rank 1's queries see, step by step
 #
 # ## 3.13 · Real processes
 #
-# *Core.* Now real processes replace the list of shards; the merge and the order are still yours. `launch` starts two processes on this
-# machine, runs your function in each, and returns their results. `send_on` starts to send keys and values to the next rank, and returns
-# a function that waits for those of the previous rank (`labsupport/distributed/minimal_ring.py`).
+# *Core.* Now real processes replace the list of shards; the merge and the order are still yours. `launch` starts two processes on
+# this machine, runs your function in each, and returns their results. `send_on` starts to send keys and values to the next rank,
+# and returns a function that waits for those of the previous rank (`labsupport/distributed/minimal_ring.py`).
 
 
 # %%
@@ -1401,9 +1400,9 @@ assert (found - exact).abs().max() < 2e-6
 
 # %% [markdown]
 # That is ring attention, forward. A complete one also has a backward pass and windows, and works with any attention kernel.
-# `ring_on_ranks` (`labsupport/distributed/demos.py`) calls the lab's `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`. They have
-# flash-attn's layout and options, with one shard on each rank. Are they right? We compare forward and backward, with RoPE, with one
-# device in float64:
+# `ring_on_ranks` (`labsupport/distributed/demos.py`) calls the lab's `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`. They
+# have flash-attn's layout and options, with one shard on each rank. Are they right? We compare forward and backward, with RoPE,
+# with one device in float64:
 
 # %%
 looked = launch(demos.ring_on_ranks, processes=2, device="cpu")  # some seconds
@@ -1412,8 +1411,8 @@ assert (errors.relative < 2e-6).all()
 errors.map("{:.0e}".format)
 
 # %% [markdown]
-# The differences are rounding. Now take a whole model, `recall` of section 3.9, on 2,048 bytes with 80 questions. Each rank computes the
-# loss of its own tokens, and the two losses are added. Then we make three common mistakes:
+# The differences are rounding. Now take a whole model, `recall` of section 3.9, on 2,048 bytes with 80 questions. Each rank
+# computes the loss of its own tokens, and the two losses are added. Then we make three common mistakes:
 #
 # 1. zigzag shards, but the ring for contiguous ones;
 # 2. positions that start at 0 on each rank;
@@ -1433,9 +1432,9 @@ noticed = int((by_case > 1.1 * by_case["one device"]).sum())
 checks.compare_prediction("Mistakes that a loss curve shows", predicted_noticed, noticed)
 
 # %% [markdown]
-# The first two raise the loss so much that you would notice. The third is the worst, because it changes the loss by only 2%: the last
-# token of each chunk gets a wrong label, nobody notices, and the model learns it. (A label is the *next* token, and for the last token
-# of a chunk that is on another rank.) So compare the loss with one device, to the last digits, before you train on many.
+# The first two raise the loss so much that you would notice. The third is the worst, because it changes the loss by only 2%: the
+# last token of each chunk gets a wrong label, nobody notices, and the model learns it. (A label is the *next* token, and for the
+# last token of a chunk that is on another rank.) So compare the loss with one device, to the last digits, before you train on many.
 #
 # Which rank computed, and which one waited? PyTorch's profiler records four forward passes over 4,096 tokens; the chart shows the
 # fastest.
@@ -1463,13 +1462,13 @@ plotting.plot_timeline(
 # %% [markdown]
 # ![Time of a step of a ring against the tokens of one rank: the compute grows with the square, the hop over four kinds of links in proportion; each pair of lines crosses, and beyond that the compute hides the hop.](../theory/figures/long-context-hops.png)
 #
-# By the count, contiguous shards take $1.5$ blocks of time and zigzag shards $1$. A rank starts to send and receive before it computes
-# its first block, and waits for the message only after that. By then the message has arrived, and the next block starts without a gap
-# (in the chart, the two blocks look like one bar). So a message costs no time if the block takes longer. The work grows with the square
-# of a shard's length, the message only in proportion to it: *longer* shards hide messages better.
+# By the count, contiguous shards take $1.5$ blocks of time and zigzag shards $1$. A rank starts to send and receive before it
+# computes its first block, and waits for the message only after that. By then the message has arrived, and the next block starts
+# without a gap (in the chart, the two blocks look like one bar). So a message costs no time if the block takes longer. The work
+# grows with the square of a shard's length, the message only in proportion to it: *longer* shards hide messages better.
 #
-# We do all this to save memory. Here is the peak in a forward and backward pass of a decoder with two layers. (With one rank, the same
-# program runs in this process.)
+# We do all this to save memory. Here is the peak in a forward and backward pass of a decoder with two layers. (With one rank, the
+# same program runs in this process.)
 
 # %%
 memory = pd.DataFrame(demos.step_memory() + looked[0]["memory"] + looked[1]["memory"])
@@ -1478,9 +1477,9 @@ peaks.columns = [f"MiB, {ranks} rank{'s, each' * (ranks > 1)}" for ranks in peak
 peaks.round(1)
 
 # %% [markdown]
-# Each rank needs half the memory, so the sequence can be twice as long. Weights and AdamW's states are not divided; that is the subject
-# of the next section. (For a short time, a rank also stores keys and values of two other ranks: those that it works on, and those that
-# are arriving.)
+# Each rank needs half the memory, so the sequence can be twice as long. Weights and AdamW's states are not divided; that is the
+# subject of the next section. (For a short time, a rank also stores keys and values of two other ranks: those that it works on, and
+# those that are arriving.)
 #
 # **When a rank dies**, the others wait for its messages, possibly forever. `launch` does not:
 
@@ -1525,9 +1524,9 @@ first["reduced, MiB"] = (first.all_reduced_bytes / 2**20).round(1)
 print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep=""))
 
 # %% [markdown]
-# All three have the same loss, so they compute the same step. Without `no_sync`, DDP reduces four times as many bytes for nothing. (There
-# is one all-reduce because the 3 MiB of gradients fit into one *bucket*. DDP sends a bucket of 25 MiB as soon as it is full, while
-# the backward pass continues. We asked for this size; by default, the first bucket has 1 MiB.)
+# All three have the same loss, so they compute the same step. Without `no_sync`, DDP reduces four times as many bytes for nothing.
+# (There is one all-reduce because the 3 MiB of gradients fit into one *bucket*. DDP sends a bucket of 25 MiB as soon as it is full,
+# while the backward pass continues. We asked for this size; by default, the first bucket has 1 MiB.)
 #
 # FSDP pays with traffic: it gathers the parameters before the forward pass and again before the backward pass, and then reduces the
 # gradients. That is 1.5 times the traffic of DDP. So use DDP as long as 16 bytes per weight fit (float32, AdamW), FSDP when they do
@@ -1535,10 +1534,10 @@ print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep="
 #
 # ## 3.15 · How far does it carry?
 #
-# *Further (optional).* Two processes on a CPU can show that the result is right, but not that it is fast. So here are measurements on
-# GPUs. *Efficiency* is the share of the ideal speed. For the ring, each shard keeps its length, so $W$ devices take a sequence $W$
-# times as long. That is $W^2$ times the work on $W$ devices, so ideally it takes $W$ times as long as one shard on one device: this is
-# efficiency 1.
+# *Further (optional).* Two processes on a CPU can show that the result is right, but not that it is fast. So here are measurements
+# on GPUs. *Efficiency* is the share of the ideal speed. For the ring, each shard keeps its length, so $W$ devices take a sequence
+# $W$ times as long. That is $W^2$ times the work on $W$ devices, so ideally it takes $W$ times as long as one shard on one device:
+# this is efficiency 1.
 #
 # **Predict first**: by the count of section 3.12, which efficiency can contiguous shards reach on four devices, at best?
 
@@ -1569,8 +1568,8 @@ plotting.plot_scaling(
 
 # %% [markdown]
 # This was recorded on four H200s connected by NVLink (`labsupport ring bench`), with several kernels for the blocks. Zigzag is far
-# better than contiguous shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first, so it hides nothing.
-# What is missing to 1 is lost to messages, which take multiprocessors and memory bandwidth from the computation ([chapter
+# better than contiguous shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first, so it hides
+# nothing. The rest is lost to messages: they take multiprocessors and memory bandwidth from the computation ([chapter
 # 11](../theory/11-several-devices.md#when-a-hop-hides) compares with a prediction).
 #
 # For data parallelism, each rank computes as much as one device alone, and efficiency 1 means that $W$ devices are $W$ times as fast.
@@ -1580,8 +1579,8 @@ plotting.plot_scaling(
 # %% [markdown]
 # ## 3.16 · Data parallelism by hand
 #
-# *Further (optional), 48 minutes.* What does DDP do between your backward pass and your optimizer? What does FSDP do around each layer?
-# Write both. You need `comm.rank`, `comm.world`, and four operations of `comm`:
+# *Further (optional), 48 minutes.* What does DDP do between your backward pass and your optimizer? What does FSDP do around each
+# layer? Write both. You need `comm.rank`, `comm.world`, and four operations of `comm`:
 #
 # | | starts | returns |
 # | --- | --- | --- |
@@ -1600,11 +1599,11 @@ plotting.plot_scaling(
 #
 # #### Step 1 · A hook for each parameter · 8 minutes
 #
-# `average_each(parameters, comm, is_last)` attaches a hook to each parameter. The hook replaces the gradient by its mean over all ranks.
-# `p.register_post_accumulate_grad_hook(function)` makes PyTorch call `function(p)` when `p.grad` is complete, once per backward pass.
-# There may be several micro-batches before an update, and PyTorch adds up their gradients in `p.grad`. So send nothing until `is_last()`
-# is true: then this is the backward pass of the last micro-batch. (That is `no_sync`.) The checks call your function through
-# `rehearse_each`; don't change that one.
+# `average_each(parameters, comm, is_last)` attaches a hook to each parameter. The hook replaces the gradient by its mean over all
+# ranks. `p.register_post_accumulate_grad_hook(function)` makes PyTorch call `function(p)` when `p.grad` is complete, once per
+# backward pass. There may be several micro-batches before an update, and PyTorch adds up their gradients in `p.grad`. So send
+# nothing until `is_last()` is true: then this is the backward pass of the last micro-batch. (That is `no_sync`.) The checks call
+# your function through `rehearse_each`; don't change that one.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1659,11 +1658,11 @@ checks.check_average_each(rehearse_each, seed=61)
 # %% [markdown]
 # #### Step 2 · Which gradients share a bucket? · 8 minutes
 #
-# A model has hundreds of small tensors, and each all-reduce has a latency. So DDP collects gradients in *buckets*. `make_buckets(sizes,
-# cap)` takes the sizes of the parameters in bytes, in the model's order, and returns a list of lists: the indices of the parameters in
-# each bucket. The backward pass reaches the last parameter first, so the first bucket starts with the last index. A bucket is full
-# when it contains `cap` bytes or more; the next tensor starts a new bucket. (So a large tensor can make a bucket much larger than
-# `cap`. That is DDP's rule.) For example, with `sizes = [400, 300, 200, 100]` and `cap = 300`:
+# A model has hundreds of small tensors, and each all-reduce has a latency. So DDP collects gradients in *buckets*.
+# `make_buckets(sizes, cap)` takes the sizes of the parameters in bytes, in the model's order, and returns a list of lists: the
+# indices of the parameters in each bucket. The backward pass reaches the last parameter first, so the first bucket starts with the
+# last index. A bucket is full when it contains `cap` bytes or more; the next tensor starts a new bucket. (So a large tensor can
+# make a bucket much larger than `cap`. That is DDP's rule.) For example, with `sizes = [400, 300, 200, 100]` and `cap = 300`:
 #
 # ```text
 # 3: 100 bytes, 2: 300 bytes, full   |   1: 300 bytes, full   |   0: 400 bytes        [[3, 2], [1], [0]]
@@ -1715,9 +1714,9 @@ checks.check_buckets(make_buckets, seed=62)
 # #### Step 3 · Buckets that travel during the backward pass · 15 minutes
 #
 # `average_in_buckets(parameters, buckets, comm, is_last)` attaches hooks, too. The hook that completes a bucket concatenates its
-# gradients into one flat tensor and starts the all-reduce, *without* waiting. `average_in_buckets` returns a function, `finish`, which
-# is called after the last backward pass of each step. It waits for all buckets, divides, and copies each part back into the gradient of
-# its parameter. The hooks stay for the next step.
+# gradients into one flat tensor and starts the all-reduce, *without* waiting. `average_in_buckets` returns a function, `finish`,
+# which is called after the last backward pass of each step. It waits for all buckets, divides, and copies each part back into the
+# gradient of its parameter. The hooks stay for the next step.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1801,8 +1800,8 @@ checks.check_overlap(rehearse_buckets, seed=64)
 # %% [markdown]
 # #### Step 4 · A layer in parts, as FSDP does it · 12 minutes
 #
-# Under DDP, each rank stores all weights. Under FSDP, it stores only some rows of each weight, its *shard*. The whole weight is gathered
-# shortly before it is needed, and freed afterwards.
+# Under DDP, each rank stores all weights. Under FSDP, it stores only some rows of each weight, its *shard*. The whole weight is
+# gathered shortly before it is needed, and freed afterwards.
 #
 # ![One layer on one of two ranks: its shard is always there, the whole weight only during the forward and the backward pass, and of the whole gradient a shard remains.](../theory/figures/sharded-layer.png)
 #
@@ -1881,9 +1880,9 @@ checks.check_sharded_memory(rehearse_layer, seed=66)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now on two real processes: 20 steps of a small network, with two micro-batches before each update. Each rank has its own part of the
-# data (`DistributedSampler`). We train once with PyTorch's `DistributedDataParallel`, once with your hooks, and once with your buckets.
-# The tensors of the network have 32,768, 512, 65,536, 512, 8,192 and 64 bytes, in the model's order.
+# Now on two real processes: 20 steps of a small network, with two micro-batches before each update. Each rank has its own part of
+# the data (`DistributedSampler`). We train once with PyTorch's `DistributedDataParallel`, once with your hooks, and once with your
+# buckets. The tensors of the network have 32,768, 512, 65,536, 512, 8,192 and 64 bytes, in the model's order.
 #
 # **Predict first**: how many all-reduces does a step take with buckets of 32 KiB (32,768 bytes)?
 
@@ -1949,18 +1948,18 @@ held.rename(columns={"held_bytes": "held, MiB", "gathered_bytes": "gathered, at 
 
 
 # %% [markdown]
-# Each rank stores half of the weights and gradients. In return, each pass gathers one whole weight at a time, 4 MiB. (The whole gradient
-# before the reduce-scatter takes as much again, and is not counted here.) In a model with a hundred layers, the memory for one whole
-# layer is small compared with what you save.
+# Each rank stores half of the weights and gradients. In return, each pass gathers one whole weight at a time, 4 MiB. (The whole
+# gradient before the reduce-scatter takes as much again, and is not counted here.) In a model with a hundred layers, the memory for
+# one whole layer is small compared with what you save.
 #
-# `capstone/data_parallel.py` does the same as an ordinary program of about a hundred lines, with `torchrun`, DDP and FSDP. Read it, run
-# it with `torchrun --nproc-per-node 2 capstone/data_parallel.py`, and try your own hooks in it.
+# `capstone/data_parallel.py` does the same as an ordinary program of about a hundred lines, with `torchrun`, DDP and FSDP. Read it,
+# run it with `torchrun --nproc-per-node 2 capstone/data_parallel.py`, and try your own hooks in it.
 
 # %% [markdown]
 # ## 3.17 · A ring's backward
 #
-# *Further (optional), 23 minutes.* The ring of section 3.13 has only a forward pass. The backward pass sends keys and values around once
-# more, together with gradients. Which gradients must travel? After how many steps are they back on their own rank?
+# *Further (optional), 23 minutes.* The ring of section 3.13 has only a forward pass. The backward pass sends keys and values around
+# once more, together with gradients. Which gradients must travel? After how many steps are they back on their own rank?
 #
 # ![Whose keys each of four ranks has in each of four steps: rank r has those of rank r minus the step; where that is a later rank, the mask hides them.](../theory/figures/ring-steps.png)
 #
@@ -1974,9 +1973,9 @@ held.rename(columns={"held_bytes": "held, MiB", "gathered_bytes": "gathered, at 
 #
 # $$P = e^{S - L}, \quad dS = P \circ (dO\,V^\top - D), \quad dQ \mathrel{+}= dS\,K / \sqrt d, \quad dK \mathrel{+}= dS^\top Q / \sqrt d, \quad dV \mathrel{+}= P^\top dO$$
 #
-# `comm.send_on((k, v))` starts sending keys and values to the next rank, and returns a function. Call that function to get the pair of
-# the previous rank; don't change k and v in place before. `comm.rank` is the number of this rank, from 0, and `comm.world` the number of
-# ranks. All ranks must send equally often, even in steps in which they cannot see the keys.
+# `comm.send_on((k, v))` starts sending keys and values to the next rank, and returns a function. Call that function to get the pair
+# of the previous rank; don't change k and v in place before. `comm.rank` is the number of this rank, from 0, and `comm.world` the
+# number of ranks. All ranks must send equally often, even in steps in which they cannot see the keys.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -2068,8 +2067,8 @@ print("On two processes, the function that the line above names:")
 checks.check_ring_backward(ring_on_processes, worlds=(2,))
 
 # %% [markdown]
-# Together with your forward pass of section 3.13, this is a complete ring with gradients. `labsupport/distributed/minimal_ring.py` is the
-# same in 60 lines, as one autograd function.
+# Together with your forward pass of section 3.13, this is a complete ring with gradients. `labsupport/distributed/minimal_ring.py`
+# is the same in 60 lines, as one autograd function.
 #
 # ## 3.18 · A fault to find
 #
@@ -2172,11 +2171,11 @@ checks.check_accumulation(after_repair, seed=81)
 # %% [markdown]
 # ## 3.19 · Longer than in training
 #
-# *Further (optional), 26 minutes.* Back to one device. RoPE itself has no last position, but each model was trained up to some length. For
-# `recall` (section 3.9) that is 2,048 bytes; only 40 of its 2,780 steps used 4,096. Now it reads lists of 4,096 bytes that contain
-# questions everywhere. We measure the NLL of questions and answers by their position.
+# *Further (optional), 26 minutes.* Back to one device. RoPE itself has no last position, but each model was trained up to some
+# length. For `recall` (section 3.9) that is 2,048 bytes; only 40 of its 2,780 steps used 4,096. Now it reads lists of 4,096 bytes
+# that contain questions everywhere. We measure the NLL of questions and answers by their position.
 #
-# **Predict first**: how many times as large as in the first 1,024 bytes is the NLL in the last 1,024?
+# **Predict first**: the NLL in the last 1,024 bytes is how many times as large as in the first 1,024?
 
 # %%
 predicted_rise = None  # your guess, a number
@@ -2194,10 +2193,10 @@ checks.compare_prediction("Last 1,024 bytes over the first", predicted_rise, ris
 by_position.round(2)
 
 # %% [markdown]
-# Later answers are harder in any case, because there are more facts to choose from. But from 2,048 on there is a second reason. Pair $i$
-# turns by $t f_i$, and `recall` has $d/2 = 8$ pairs. In 2,048 bytes, pair 5 made a quarter of a turn, and pair 7 a hundredth. The model
-# has never seen larger angles. Three remedies slow the pairs down, by up to a factor $\sigma$ (here 2). They differ in which pairs they
-# slow:
+# Later answers are harder in any case, because there are more facts to choose from. But from 2,048 on there is a second reason.
+# Pair $i$ turns by $t f_i$, and `recall` has $d/2 = 8$ pairs. In 2,048 bytes, pair 5 made a quarter of a turn, and pair 7 a
+# hundredth. The model has never seen larger angles of such pairs. Three remedies slow the pairs down, by up to a factor $\sigma$
+# (here 2). They differ in which pairs they slow:
 #
 # ```text
 # pair i                           0      1      2      3      4      5      6      7
@@ -2211,8 +2210,9 @@ by_position.round(2)
 # ### Exercise 3-9 · Three ways to turn more slowly
 # ●●○ · 20 minutes · 0 points (optional)
 #
-# $d$ = `head_dim`, $\beta$ = `base`, $\sigma$ = `factor` (1 or more). $f_i = \beta^{-2i/d}$ are the plain frequencies, $i = 0 \dots d/2 - 1$.
-# All three functions return the new frequencies, `(head_dim // 2,)`, float32 or float64; `yarn` also returns a second value.
+# $d$ = `head_dim`, $\beta$ = `base`, $\sigma$ = `factor` (1 or more). $f_i = \beta^{-2i/d}$ are the plain frequencies,
+# $i = 0 \dots d/2 - 1$. All three functions return the new frequencies, `(head_dim // 2,)`, float32 or float64; `yarn` also returns
+# a second value.
 #
 # | function | returns |
 # | --- | --- |
@@ -2225,9 +2225,9 @@ by_position.round(2)
 # $$f'_i = (1 - \gamma_i) f_i + \gamma_i \frac{f_i}{\sigma}, \qquad \gamma_i = \frac{i - \text{low}}{\text{high} - \text{low}} \text{ clamped to } 0 \dots 1, \qquad c(n) = \frac d2 \cdot \frac{\ln\frac{T}{2\pi n}}{\ln\beta}$$
 #
 # A pair at index $c(n)$ makes $n$ turns in $T$ tokens. *low* is $c(32)$ rounded down, at least 0; *high* is $c(1)$ rounded up. For
-# `recall` they are 1 and 5. (In the paper's formula the ramp is linear in the number of turns; in its program and in Transformers it is
-# linear in $i$, as here.) Queries and keys are both multiplied by the attention factor, so scores grow by its square. This makes the
-# softmax sharper.
+# `recall` they are 1 and 5. (In the paper's formula the ramp is linear in the number of turns; in its program and in Transformers
+# it is linear in $i$, as here.) Queries and keys are both multiplied by the attention factor, so scores grow by its square. This
+# makes the softmax sharper.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -2306,8 +2306,8 @@ checks.check_yarn(yarn, seed=93)
 # %% [markdown]
 # The same weights read the same lists with your frequencies. There is no training.
 #
-# **Predict first**: which method is best in the last 1,024 bytes, and how many times the plain NLL of the first 1,024 bytes does
-# it reach there?
+# **Predict first**: which method is best in the last 1,024 bytes? Its NLL there is how many times the plain NLL of the first 1,024
+# bytes?
 
 # %%
 predicted_best = None  # your guess, a number
@@ -2351,13 +2351,14 @@ plotting.plot_by_window(
 )
 
 # %% [markdown]
-# At $\sigma = 2$, YaRN helps most, then NTK-aware scaling, as in the paper. NTK-aware scaling is worse than plain frequencies in the
-# first bytes, because it also slows pairs that don't need it. Interpolation destroys this model: its first layers learned to look 1 to
-# 12 bytes back, and now all distances are halved. It needs further training; Chen et al. took 1,000 steps. The ranking is not general:
-# if you set `factor = 4` above, NTK-aware scaling beats YaRN in the last of 8,192 bytes. A model with 8 pairs is weak evidence.
+# At $\sigma = 2$, YaRN helps most, then NTK-aware scaling, as in the paper. NTK-aware scaling is worse than plain frequencies in
+# the first bytes, because it also slows pairs that don't need it. Interpolation destroys this model: its first layers were built to
+# look 1 to 12 bytes back, and now all distances are halved. It needs further training; Chen et al. took 1,000 steps. The ranking is
+# not general: if you set `factor = 4` above, NTK-aware scaling beats YaRN in the last of 8,192 bytes. A model with 8 pairs is weak
+# evidence.
 #
-# SmolLM2 is larger. It has 32 pairs, and was trained on up to 8,192 tokens. In a recorded run it reads 16,384 tokens of Python's source
-# (`python -m benchmarks long_positions`):
+# SmolLM2 is larger. It has 32 pairs, and was trained on up to 8,192 tokens. In a recorded run it reads 16,384 tokens of Python's
+# source (`python -m benchmarks long_positions`):
 
 # %%
 longer = load_run("long-positions-cpu")
@@ -2375,10 +2376,10 @@ plotting.plot_by_window(
 )
 
 # %% [markdown]
-# Up to 8,192 tokens, plain frequencies are best. From 12,288 on they fail, but NTK-aware scaling and YaRN still work, without a single
-# step of training. Interpolation costs about 1 nat per token everywhere, but doesn't fail. This is one file and one small model. And
-# a low NLL does not mean that the model used anything 16,000 tokens away: section 3.9 measures that. Libraries have all three: in
-# Transformers they are the `rope_type`s `linear`, `dynamic` (whose base grows with the text) and `yarn`.
+# Up to 8,192 tokens, plain frequencies are best. From 12,288 on they fail, but NTK-aware scaling and YaRN still work, without a
+# single step of training. Interpolation costs about 1 nat per token everywhere, but doesn't fail. This is one file and one small
+# model. And a low NLL does not mean that the model used anything 16,000 tokens away: section 3.9 measures that. Libraries have all
+# three: in Transformers they are the `rope_type`s `linear`, `dynamic` (whose base grows with the text) and `yarn`.
 #
 # ## What you measured on several devices
 #
@@ -2420,16 +2421,16 @@ plotting.plot_by_window(
 #
 # <details><summary>5. The ranks have 5, 5, 5 and 4 micro-batches left. What happens under plain DDP, and what is the remedy?</summary>
 #
-# The fifth all-reduce of three ranks waits for the fourth rank: a hang, then a timeout. You can give the last rank an empty micro-batch
-# of weight 0 (as this lab does), drop the rest on all ranks, or use PyTorch's `Join`. And weight by labels: a mean of means is wrong if
-# the counts differ.
+# The fifth all-reduce of three ranks waits for the fourth rank: a hang, then a timeout. You can give the last rank an empty
+# micro-batch of weight 0 (as this lab does), drop the rest on all ranks, or use PyTorch's `Join`. And weight by labels: a mean of
+# means is wrong if the counts differ.
 # </details>
 #
 # <details><summary>6. A model of 7 billion weights, AdamW in float32, 8 GPUs of 80 GB. DDP or FSDP? What if the sequence has a million tokens?</summary>
 #
 # 16 bytes per weight are 112 GB, so DDP does not fit; FSDP needs 14 GB on each GPU. CPU offload would fit as well, but it is slow,
-# because everything crosses the bus in each step. At a million tokens the activations are the problem, and FSDP does not shard them: add
-# a ring, and the remedies of section 3.6.
+# because everything crosses the bus in each step. At a million tokens the activations are the problem, and FSDP does not shard
+# them: add a ring, and the remedies of section 3.6.
 # </details>
 #
 # ## Read on

@@ -369,8 +369,8 @@ print(forms_table.round(digits).to_string())
 #
 # FlashAttention over a long text is bound by *arithmetic*, forward and backward: intensity grows with $N$. (The backward has 2.5 times
 # the FLOPs of the forward: five products for two.) What is bound by memory: short texts, and a decode step, whatever the length of its
-# cache. Its single query does one FLOP for each byte it reads, and 4 with grouped heads: four queries share a key. More tokens at
-# once, as speculative decoding does, multiply it.
+# cache. Its single query does one FLOP for each byte it reads, and 4 with grouped heads: four queries share a key. Several
+# tokens per step, as in speculative decoding, multiply the intensity.
 #
 # A window takes FLOPs away, but no bytes. The lab's `roofline` knows it, and gives least time and bound of any `Case`, of the lab's
 # recorded runs as well:
