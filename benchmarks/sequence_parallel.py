@@ -40,27 +40,34 @@ from labsupport.training.train import TrainConfig
 class Case:
     """One row of the table: a step of a preset's decoder, batch 1.
 
-    kernel, layout ("zigzag", "contiguous"): of the ring. `rung`: a number in `planner.STRATEGIES`,
-    whose savings and autocast apply.
+    kernel, layout ("zigzag", "contiguous"): of the ring. savings: a number in
+    `planner.STRATEGIES`, whose savings and autocast apply.
     """
 
     preset: str
     seqlen: int
     kernel: str = "auto"
     layout: str = "zigzag"
-    rung: int = len(STRATEGIES) - 1
+    savings: int = len(STRATEGIES) - 1
 
 
 def add_options(parser: ArgumentParser) -> None:
     kernels = runner.some_of(["auto", *(kernel.name for kernel in KERNELS)])
     layouts = runner.some_of(["zigzag", "contiguous"])
-    rungs = range(len(STRATEGIES))
+    numbers = range(len(STRATEGIES))
     add = parser.add_argument
     add("--preset", default="tiny", choices=sorted(PRESETS), help="the decoder's shape")
     add("--lengths", type=runner.lengths, default="1K", help="tokens, such as 128K,1M")
     add("--kernels", type=kernels, default="auto", help="of the ring, separated by commas")
     add("--layouts", type=layouts, default="zigzag", help="zigzag, contiguous, or both")
-    add("--rung", type=int, choices=rungs, default=rungs[-1], help="how memory is saved")
+    add(
+        "--savings",
+        "--rung",
+        type=int,
+        choices=numbers,
+        default=numbers[-1],
+        help="how to save memory",
+    )
     add("--repeats", type=int, default=3, help="steps that are timed (default: %(default)s)")
     add("--max-seconds", type=float, default=60.0, help="for the steps of a case")
     add("--processes", type=int, default=2, help="to start where torchrun did not")
@@ -69,7 +76,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def measure(options: Namespace) -> pd.DataFrame | None:
     chosen = itertools.product(options.lengths, options.kernels, options.layouts)
-    cases = [Case(options.preset, *one, options.rung) for one in chosen]
+    cases = [Case(options.preset, *one, options.savings) for one in chosen]
     function = partial(measure_cases, cases, options.repeats, options.max_seconds)
     return on_all_ranks(function, options, options.case_limit)
 
@@ -93,14 +100,16 @@ def show(table: pd.DataFrame, options: Namespace) -> str:
 
 def row_of(case: Case, world: int) -> runner.Row:
     """Return the columns that are known beforehand."""
-    rung = STRATEGIES[case.rung]
+    strategy = STRATEGIES[case.savings]
     return asdict(case) | {
         "strategy": "ring",
         "world": world,
         "seqlen_per_rank": shard_length(case.seqlen, world, zigzag=case.layout == "zigzag"),
-        "rung": rung.name,
+        "savings": strategy.name,
         "direction": "training step",
-        "dtype": "float32" if rung.autocast is None else f"{rung.autocast} autocast".split(".")[-1],
+        "dtype": "float32"
+        if strategy.autocast is None
+        else f"{strategy.autocast} autocast".split(".")[-1],
     }
 
 
@@ -138,11 +147,11 @@ def measure_case(case: Case, repeats: int = 3, max_seconds: float = 60.0) -> run
 
 
 def _timed(case: Case, info: RankInfo, repeats: int, max_seconds: float) -> dict[str, Any]:
-    config, rung = DecoderConfig.preset(case.preset), STRATEGIES[case.rung]
+    config, strategy = DecoderConfig.preset(case.preset), STRATEGIES[case.savings]
     reset_peak(info.device)
     torch.manual_seed(0)
-    # The ring is the attention; what else the rung saves, it saves here too.
-    model = Decoder(config, replace(rung.savings, attention="auto")).to(info.device)
+    # The ring is the attention; what else the strategy saves, it saves here too.
+    model = Decoder(config, replace(strategy.savings, attention="auto")).to(info.device)
     optimizer = make_optimizer(model, TrainConfig(1, 1e-4))
     tokens = torch.randint(
         config.vocab_size, (1, case.seqlen + 1), generator=torch.Generator().manual_seed(0)
@@ -155,7 +164,7 @@ def _timed(case: Case, info: RankInfo, repeats: int, max_seconds: float) -> dict
             start = time.perf_counter()
             optimizer.zero_grad(set_to_none=True)
             shard = sharded.shard(batch).to(info.device)
-            dtype = rung.autocast
+            dtype = strategy.autocast
             with torch.autocast(info.device.type, dtype, enabled=dtype is not None):
                 part = sharded(shard, case.seqlen)
             part.backward()
