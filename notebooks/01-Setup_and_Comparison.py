@@ -1321,7 +1321,7 @@ import warnings
 
 from labsupport.precision import PrecisionWarning, safe_flash_attention
 
-warnings.simplefilter("ignore", PrecisionWarning)  # it warns by itself; here we print instead
+warnings.simplefilter("ignore", PrecisionWarning)  # its warnings: here we print instead
 halves = (torch.float16, torch.bfloat16)
 _, report = safe_flash_attention(q, k.bfloat16(), v, dtypes=halves, return_report=True)
 print(report)

@@ -137,7 +137,7 @@ plotting.plot_by_window(
 # $2i + 1$. `apply_rope` works with halves, so the rows of a model made for neighbours must be reordered: in a head of
 # eight, rows `0 1 2 3 4 5 6 7` become `0 2 4 6 1 3 5 7`. That is `pairs_to_halves`.
 #
-# ![A head of eight numbers. Halves: 0 belongs to 4, 1 to 5, 2 to 6, 3 to 7. Neighbours: 0 belongs to 1, 2 to 3, 4 to 5, 6 to 7. Each pair has a frequency of its own.](../theory/figures/rotary-pairs.png)
+# ![A head of eight numbers. Halves: 0 belongs to 4, 1 to 5, 2 to 6, 3 to 7. Neighbours: 0 belongs to 1, 2 to 3, 4 to 5, 6 to 7. Each pair has its own frequency.](../theory/figures/rotary-pairs.png)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -974,7 +974,7 @@ asked.pivot_table(index="window", columns=["task", "measure"], values="value").r
 #
 # <details><summary>1. Your step runs out of memory at 16,384 tokens: FlashAttention, a vocabulary of 128,000, batch 1. What first?</summary>
 #
-# The loss in chunks: the logits alone are 16,384 × 128,000 × 4 bytes = 7.8 GiB, and three tensors of that size exist at once. It
+# The loss in chunks: the logits alone are 16,384 × 128,000 × 4 bytes = 7.8 GiB, and three tensors of that size exist together. It
 # costs next to no time. Checkpointing comes next. The batch is 1 already, and accumulation makes no room either.
 # </details>
 #

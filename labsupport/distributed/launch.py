@@ -293,7 +293,7 @@ def _work(name: str) -> None:
         text = "".join(traceback.format_exception(type(error), error, frames))
         failure = _Failure(what, text, time.time(), is_lost(error))
         (folder / f"error-{rank}").write_bytes(pickle.dumps(failure))
-        os._exit(1)  # at once, too: a process group that lost a rank may hang
+        os._exit(1)  # immediately, too: a process group that lost a rank may hang
 
 
 def _end_with(launcher: int) -> None:

@@ -132,7 +132,7 @@ def default_chunk(vocabulary: int) -> int:
 
 
 # The loop's length, the check of the labels and the choice to work in place are Python's business.
-# (torch.compiler.disable does the same, and imports torch._dynamo at once: a second a process.)
+# (torch.compiler.disable does the same, and imports torch._dynamo immediately: a second a process.)
 @torch._disable_dynamo
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int | None = None

@@ -246,7 +246,7 @@ def check_weights(model: nn.Module, policy: FlashAttentionConfig | None) -> None
 def write_text(model: nn.Module, prompt: Tensor, count: int, *, context: int) -> Tensor:
     """Let a decoder continue a prompt, drawing each token by its probability, the same each time.
 
-    `prompt` is (1, seqlen) int64; the model sees at most `context` tokens at once. Returns the
+    `prompt` is (1, seqlen) int64; the model sees at most `context` tokens at a time. Returns the
     prompt and its continuation, (1, seqlen + count).
     """
     generator, tokens = torch.Generator().manual_seed(0), prompt

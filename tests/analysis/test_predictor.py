@@ -178,7 +178,7 @@ def test_a_noisy_measurement_counts_less_and_two_are_too_few(h200):
 def test_a_prediction_lies_in_its_interval_and_says_what_the_time_consists_of(h200):
     found = predict(replace(CASE, seqlen=1024), h200)
     assert found.low_ms < found.ms < found.high_ms
-    parts = "matrix products", "cases calibrated", "partly at once"
+    parts = "matrix products", "cases calibrated", "partly overlapped"
     assert all(part in found.because for part in parts)
     # Parts that overlap add up to more than the whole.
     assert sum(int(share) for share in re.findall(r"(\d+)%", found.because)) > 102
