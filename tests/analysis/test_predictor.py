@@ -268,7 +268,7 @@ def test_what_does_not_fit_or_cannot_is_excluded_with_the_reason(h200):
     grouped = recommend(replace(WORKLOAD, kv_heads=4), h200)
     assert "grouped" in grouped.excluded["sdpa_efficient"]
     a100 = str(recommend(WORKLOAD, transfer(h200, "A100 SXM 80 GB")))
-    assert "by specification only" in a100
+    assert "predicted from its specification" in a100
     assert "Not fa4: needs compute capability 9.0" in a100
     for change, message in (
         ({"head_dim": 80}, "sdpa_flash: head_dim 80"), ({"dtype": "float32"}, "none is calibrated")
