@@ -1,4 +1,4 @@
-"""Options that `labsupport bench`, `compare` and `sweep` share, and what becomes of a table."""
+"""Options that `labsupport bench`, `compare` and `sweep` share, and output of their tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Csv = Annotated[Path | None, Option("--csv", help="Write the rows as CSV to this
 
 
 def check_chart(path: Path | None) -> None:
-    """Raise ValueError for a file that no chart can be written to, before anything long begins."""
+    """Raise ValueError early, for a file that no chart can be written to."""
     if path is not None and path.suffix.lower() not in CHART_TYPES:
         raise ValueError(f"{path}: a chart's name ends in {', '.join(CHART_TYPES)}")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that make no sense together."""
+    """Raise ValueError for options that cannot be combined."""
     parallel, folder = options["parallel"], options["folder"]
     if options["fresh"] and folder is None:
         raise ValueError("--fresh restarts the run in --folder FOLDER: name the folder")

@@ -89,7 +89,7 @@ def train_in_parallel(options: dict[str, Any]) -> None:
 
 
 def train_as_rank(options: Mapping[str, Any]) -> None:
-    """Train, as one rank of a process group that is to be made; every rank calls this.
+    """Join the process group and train as one of its ranks; every rank calls this.
 
     Raises:
         torch.OutOfMemoryError: with what helps. Others as the training functions.

@@ -1,4 +1,4 @@
-"""A newer edition of a notebook and a student's copy of an older one, made into one notebook.
+"""Merging of a newer edition of a notebook with a student's copy of an older one.
 
 The newer edition gives the order. The student's solution cells go to the same `grade_id`, and their
 own cells follow the cell that they followed before. All other cells come from the newer edition,

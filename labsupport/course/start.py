@@ -38,7 +38,7 @@ class Upgrade(NamedTuple):
 
 @dataclass
 class StartReport:
-    """Files that `start_work` found in the student's folder, and made there."""
+    """Files that `start_work` found in the student's folder, or created there."""
 
     folder: Path
     created: list[Path] = field(default_factory=list)  # new working copies
@@ -120,7 +120,7 @@ def _start_checklist(source: Path, report: StartReport, editions: dict[str, str]
 def _exchange(
     copy: Path, was: bytes, text: str, edition: str, conflicts: tuple[str, ...], report: StartReport
 ) -> bool:
-    """Put the renewed text in the copy's place, with the old one saved; True if it was done."""
+    """Replace the copy by the merged text, with the old one saved; True if it was done."""
     # An upgrade that was interrupted finds the student's file beside, and saves it only once.
     for number in itertools.count(1):
         suffix = f"-{number}" if number > 1 else ""
@@ -139,7 +139,7 @@ def _exchange(
 
 
 def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartReport:
-    """Give the student a copy of each notebook and of the checklist, and renew older ones.
+    """Give the student a copy of each notebook and of the checklist, and update older ones.
 
     To start a notebook again, a student renames or deletes their copy and starts again.
 

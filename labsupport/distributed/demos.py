@@ -125,7 +125,7 @@ def train_on_ranks(
 
 
 def leave(rank: int = 1) -> None:
-    """Let one rank be killed, as by a system that has no memory left; the others wait for it."""
+    """Kill one rank, as a system without memory would; the others wait for it."""
     info = setup_ddp("gloo")
     if info.rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -49,7 +49,7 @@ class RankInfo:
         return f"{self.world} rank{'s' * (self.world != 1)}"
 
     def barrier(self, group: dist.ProcessGroup | None = None) -> None:
-        """Return when all ranks of the group (None: all) have come here."""
+        """Wait until all ranks of the group (None: all) have called this."""
         # The value is read, since on a GPU the all-reduce alone only asks for it.
         one = torch.zeros(1, device=self.device)
         dist.all_reduce(one, group=group)

@@ -272,7 +272,7 @@ def _around(
     cu_seqlens: Tensor | None,
     backend: str,
 ) -> Tensor:
-    """`Attention.forward` around the ring; `backend` and `cu_seqlens` are one device's business."""
+    """`Attention.forward` around the ring; `backend` and `cu_seqlens` are for one device."""
     q, k, v = own.project(x, turn)
     return own.out(ring_attention(q, k, v, **vars(ring)).reshape(x.shape))
 

@@ -1,4 +1,4 @@
-"""Ways to need less memory at a time, and a limit that makes sure of it.
+"""Ways to use less memory, and a limit to test them.
 
 in_chunks               a function of single tokens, such as an MLP, for some of them at a time (Liu
                         and Abbeel, arXiv 2305.19370)

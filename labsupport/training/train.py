@@ -63,7 +63,7 @@ def train(
     stop: Callable[[], bool] | None = None,
     progress: bool = True,
 ) -> History:
-    """Train a model with AdamW; with a folder, go on where a run in it ended.
+    """Train a model with AdamW; with a folder, resume the run in it.
 
     Args:
         model: on its device, with float32 weights; `settings.policy` is applied to it, and stays.

@@ -169,7 +169,7 @@ MIN_TILES = 2
 
 
 def choose_splits(tiles: int, programs: int, multiprocessors: int) -> int:
-    """Return into how many parts `decode` cuts the keys.
+    """Return the number of parts into which `decode` cuts the keys.
 
     Enough programs to occupy every multiprocessor, and not one more than fit together: a second
     round would take as long as the first. Each split takes at least MIN_TILES tiles, because its

@@ -1,4 +1,4 @@
-"""DDP: every rank holds the whole model, and works on its own micro-batches.
+"""DDP: every rank stores the whole model, and works on its own micro-batches.
 
 One step of a rank with three micro-batches:
 

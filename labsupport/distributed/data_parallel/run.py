@@ -194,7 +194,7 @@ def run_steps(
     stop: Callable[[], bool] | None = None,
     progress: bool = True,
 ) -> ParallelRun:
-    """Take all steps from where the folder's run ended.
+    """Run all steps, from the end of the folder's run on.
 
     Args:
         add_gradients: clears the gradients, runs a share's micro-batches forward and backward,

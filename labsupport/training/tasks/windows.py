@@ -63,7 +63,7 @@ def nll_by_window(model: Any, ids: Tensor, target: slice, windows: Sequence[int]
 
 @dataclass(frozen=True)
 class Repeat:
-    """A text in which a passage stands twice.
+    """A text that contains a passage twice.
 
     Attributes:
         ids: (1, N) int64.
