@@ -31,7 +31,7 @@ TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
 WORDS = tests/texts/test_terms.py
 
 .PHONY: help lab fetch book test test-all test-browser static notebook-tests notebooks \
-	pictures screenshots format constraints update links test-versions setup clean
+	pictures screenshots format constraints links test-versions setup clean
 .NOTPARALLEL:
 
 help:
@@ -46,7 +46,6 @@ help:
 	@echo "make screenshots  take the README's pictures of JupyterLab   (maintainers)"
 	@echo "make format       format the code, and carry edits of .py twins into the notebooks"
 	@echo "make constraints  resolve all versions again into constraints.txt   (maintainers)"
-	@echo "make update       newest versions, then everything run and stored again   (maintainers)"
 	@echo "make links        follow the links that leave the project   (maintainers)"
 	@echo "make test-versions  the tests with the oldest and the newest versions   (maintainers)"
 	@echo "make clean        remove .venv and caches; work/ is kept"
@@ -107,13 +106,9 @@ format: setup
 	$(PY) -m ruff format .
 	$(PY) scripts/notebooks.py sync
 
-# These two begin without .venv: setup would install pins that pyproject.toml may exclude by now.
+# Begins without .venv: setup would install pins that pyproject.toml may exclude by now.
 constraints:
 	scripts/constraints.sh $(if $(filter-out $(VENV_PY),$(PY))$(wildcard $(VENV_PY)),$(PY))
-
-# ARGS='--from STEP' goes on at a step, ARGS=--back takes the old versions back.
-update:
-	@MAKE="$(MAKE)" scripts/update.sh $(ARGS)
 
 links: setup
 	@PY="$(PY)" scripts/extra.sh book

@@ -1,12 +1,15 @@
-"""Scaling of training over devices: time of a step and memory, under DDP and under FSDP.
+"""Scaling of training over devices: time of a step and memory, under DDP, under FSDP, in a ring.
 
-torchrun --nproc-per-node 8 -m benchmarks data_parallel --save NAME
+OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 -m benchmarks data_parallel --save NAME
 python -m benchmarks data_parallel --processes 2      (starts them itself)
 
 One start measures all numbers of ranks: each case runs on a group of the first ranks, and the
-others wait. Weak scaling: each rank has the same work, however many there are:
+others wait. Weak scaling: each rank has the same tokens, however many there are:
 
     efficiency = tokens/s of W ranks / (W · tokens/s of one rank alone)
+
+(In a ring, all of them are one sequence, with more attention.) What `distributed.scaling` predicts
+from one rank alone is printed before a case is measured.
 
 If a rank is left waiting, the process group's timeout ends the wait; with NCCL it ends the program,
 and what was measured until then is kept (--save).
@@ -41,6 +44,14 @@ from labsupport.distributed.data_parallel.run import clip_gradients, make_optimi
 from labsupport.distributed.failures import is_lost
 from labsupport.distributed.launch import launch
 from labsupport.distributed.process_group import RankInfo, all_gather_object, cleanup_ddp, setup_ddp
+from labsupport.distributed.scaling import (
+    LINKS,
+    RingPrediction,
+    predict_ddp,
+    predict_fsdp,
+    predict_ring,
+)
+from labsupport.distributed.sequence_parallel import shard_model
 from labsupport.profiling.benchmark import refusal
 from labsupport.profiling.provenance import command_line
 from labsupport.profiling.timing import Timing
@@ -49,7 +60,8 @@ from labsupport.training.history import read_peak, reset_peak
 from labsupport.training.sizes import parse_tokens
 from labsupport.training.train import TrainConfig
 
-STRATEGIES = ("single", "ddp", "fsdp")
+STRATEGIES = ("single", "ddp", "fsdp", "fsdp, offload", "ring")
+FEWEST, MOST = 3, 200  # steps that are timed, if --steps doesn't say
 TIMEOUT = 120.0  # seconds that a rank waits for another within a case
 # Ranks that take no part wait on the CPU for those that do, so long at most.
 MEETING = timedelta(minutes=30)
@@ -59,7 +71,8 @@ MEETING = timedelta(minutes=30)
 class Case:
     """One row of the table.
 
-    strategy: "single" (each rank alone, nothing is sent), "ddp" or "fsdp".
+    strategy: of STRATEGIES. "single": each rank alone, nothing is sent. "fsdp, offload": shards and
+        AdamW's states in the CPU's memory.
     preset: the decoder's shape, as for `shape_of`.
     world: number of ranks that take part, the first ones.
     length, batch: tokens (batch, length) of each micro-batch of each rank.
@@ -91,8 +104,10 @@ def add_options(parser: ArgumentParser) -> None:
     add("--length", type=parse_tokens, default=4096 if gpu else 128, help="tokens, such as 4K")
     add("--batch", type=int, default=1, help="sequences of each rank")
     add("--accumulation", type=int, default=1, help="also measure this many micro-batches a step")
-    add("--attention", default="auto")
-    add("--steps", type=int, default=8)
+    add("--attention", default="auto", help="the backend; of a ring, the kernel is its own choice")
+    add("--strategies", default="single,ddp,fsdp", type=lambda text: tuple(text.split("+")),
+        help="separated by +: " + " + ".join(STRATEGIES))  # fmt: skip
+    add("--steps", type=int, help="to time; default: as many as a second takes, 3 at least")
     add("--warmup", type=int, default=3)
     add("--seconds", type=float, default=float("inf"), help="then no further case is begun")
     add("--processes", type=int, default=2, help="to start where torchrun did not")
@@ -103,7 +118,16 @@ def measure(options: Namespace) -> pd.DataFrame | None:
         shape_of(preset)  # an unknown one is refused before anything starts
     dtype = "bfloat16" if torch.cuda.is_available() and options.device != "cpu" else "float32"
     given = {name: getattr(options, name) for name in ("length", "batch", "attention")}
-    chosen = list(cases(options.presets, options.worlds, options.accumulation, dtype, **given))
+    chosen = list(
+        cases(
+            options.presets,
+            options.worlds,
+            options.strategies,
+            options.accumulation,
+            dtype,
+            **given,
+        )
+    )
     given = {name: getattr(options, name) for name in ("steps", "warmup", "seconds")}
     return on_all_ranks(partial(measure_scaling, chosen, **given), options, TIMEOUT)
 
@@ -134,7 +158,13 @@ def on_all_ranks(
 
 def show(table: pd.DataFrame, options: Namespace | None) -> str:
     columns = ["preset", "strategy", "world", "micro_batches", "sync_every", "step_ms"]
-    columns += ["efficiency", "state_bytes", "predicted_state_bytes", "peak_memory_bytes"]
+    columns += [
+        "predicted_ms",
+        "efficiency",
+        "state_bytes",
+        "predicted_state_bytes",
+        "peak_memory_bytes",
+    ]
     columns += ["all_reduces", "predicted_sent_bytes", "status", "reason"]
     shown = table.reindex(columns=columns)
     return shown.to_string(index=False, na_rep="", float_format="{:.4g}".format)
@@ -156,14 +186,19 @@ def shape_of(preset: str) -> DecoderConfig:
 
 
 def cases(
-    presets: Sequence[str], worlds: Sequence[int], accumulation: int, dtype: str, **shared: Any
+    presets: Sequence[str],
+    worlds: Sequence[int],
+    strategies: Sequence[str],
+    accumulation: int,
+    dtype: str,
+    **shared: Any,
 ) -> Iterator[Case]:
     """Yield every strategy on every number of ranks.
 
     The first preset also shows accumulation, with no_sync() (or its like) and without. `shared`
     are further fields of `Case`.
     """
-    for preset, world, strategy in itertools.product(presets, worlds, STRATEGIES):
+    for preset, world, strategy in itertools.product(presets, worlds, strategies):
         case = Case(strategy, preset, world, dtype=dtype, **shared)
         yield case
         if accumulation > 1 and preset == presets[0]:
@@ -175,7 +210,7 @@ def cases(
 def measure_scaling(
     chosen: Sequence[Case],
     *,
-    steps: int = 8,
+    steps: int | None = None,
     warmup: int = 3,
     timeout: float = TIMEOUT,
     seconds: float = float("inf"),
@@ -185,6 +220,7 @@ def measure_scaling(
 
     Args:
         chosen: what to measure, the same on all ranks. Worlds larger than the group are left out.
+        steps: that are timed; None: as many as take a second, between FEWEST and MOST.
         timeout: seconds that a rank may wait for another within a case.
         seconds: then no further case is begun; its row says "not tried".
         on_rows: is given the table so far after each case, on rank 0.
@@ -198,6 +234,7 @@ def measure_scaling(
     info = RankInfo.current()
     meeting: Any = dist.new_group(backend="gloo", timeout=MEETING)
     groups: dict[int, Any] = {}
+    alone: dict[str, float] = {}  # milliseconds of a step of one rank, by preset
     began = time.monotonic()
 
     def attempt(case: Case) -> runner.Row:
@@ -207,7 +244,12 @@ def measure_scaling(
         if case.world not in groups:
             limit = timedelta(seconds=timeout)
             groups[case.world] = dist.new_group(range(case.world), timeout=limit)
-        own: Any = None
+        predicted, own = predicted_ms(case, alone.get(case.preset)), None
+        if info.rank == 0:
+            print(
+                f"predicted: {case.preset} {case.strategy} {case.world}: {predicted:.1f} ms",
+                flush=True,
+            )
         if info.rank < case.world:
             try:
                 own = measure_case(case, groups[case.world], info, steps=steps, warmup=warmup)
@@ -219,7 +261,10 @@ def measure_scaling(
         if failures := [answer for answer in by_rank if isinstance(answer, tuple)]:
             del groups[case.world]  # its ranks may wait for each other: make a new one
             return dict(zip(("status", "reason"), min(failures)[1:], strict=True))
-        return columns_of(case, by_rank)
+        columns = columns_of(case, by_rank)
+        if (case.strategy, case.micro_batches) == ("single", 1):
+            alone.setdefault(case.preset, columns["step_ms"])
+        return columns | {"predicted_ms": predicted}
 
     table = runner.run(
         [runner.Case(row_of(c), partial(attempt, c)) for c in chosen if c.world <= info.world],
@@ -234,7 +279,7 @@ def measure_scaling(
 
 
 def measure_case(
-    case: Case, group: dist.ProcessGroup, info: RankInfo, *, steps: int, warmup: int
+    case: Case, group: dist.ProcessGroup, info: RankInfo, *, steps: int | None, warmup: int
 ) -> dict[str, Any]:
     """Measure one rank of `group`: milliseconds of each step; bytes; all-reduces of one step."""
     device, bfloat16, config = info.device, case.dtype == "bfloat16", shape_of(case.preset)
@@ -247,27 +292,43 @@ def measure_case(
     torch.manual_seed(1 + info.rank)  # other tokens on each
     tokens = torch.randint(config.vocab_size, (case.batch, case.length + 1), device=device)
     tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    counter, called, sync = AllReduces(), model, lambda last: None
+    counter, sync, add_up = AllReduces(), lambda last: None, lambda: None
+    called: Any = model
     if case.strategy == "ddp":
-        called, counter = wrap(model, group)
+        wrapped, counter = wrap(model, group)
+        called = wrapped
 
         def sync(last: bool) -> None:
-            called.require_backward_grad_sync = case.sync_every or last  # what no_sync() sets
+            wrapped.require_backward_grad_sync = case.sync_every or last  # what no_sync() sets
 
-    elif case.strategy == "fsdp":
+    elif case.strategy.startswith("fsdp"):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else None
         mesh = DeviceMesh.from_group(group, device.type)
-        sharded = shard(model, mixed_precision=policy, mesh=mesh)
+        offload = case.strategy == "fsdp, offload"
+        sharded = shard(model, mixed_precision=policy, cpu_offload=offload, mesh=mesh)
 
         def sync(last: bool) -> None:
             sharded.set_requires_gradient_sync(case.sync_every or last)
 
+    elif case.strategy == "ring":
+        ring = shard_model(model, group=group)
+        add_up = ring.sum_gradients
+        torch.manual_seed(1)  # all tokens are one sequence, which every rank has
+        whole = torch.randint(config.vocab_size, (case.batch, case.world * case.length + 1))
+        part = ring.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]}).to(device)
+
+        def called(tokens: Any, labels: Any) -> Any:
+            return ring(part)
+
     optimizer = make_optimizer(model, TrainConfig(steps=1))
-    autocast = bfloat16 and case.strategy != "fsdp"
+    autocast = bfloat16 and not case.strategy.startswith("fsdp")
     times: list[float] = []
-    for i in range(warmup + steps):
-        if i == warmup:
+    while steps is None or len(times) < warmup + steps:
+        if len(times) == warmup:
             reset_peak(device)
+            if steps is None:
+                slowest = max(all_gather_object(times[-1] if times else 1000.0, group))
+                steps = max(FEWEST, min(MOST, round(1000 / slowest)))
         counter.calls = counter.nbytes = 0
         info.barrier(group)
         began = time.perf_counter()
@@ -278,6 +339,7 @@ def measure_case(
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 loss = called(tokens, labels) / case.micro_batches
             loss.backward()
+        add_up()
         clip_gradients(model, 1.0)
         optimizer.step()
         if device.type == "cuda":
@@ -301,7 +363,10 @@ def row_of(case: Case) -> dict[str, Any]:
     if case.strategy == "ddp":
         sent = ddp_bytes_sent(4 * parameters, case.world)
         sent *= case.micro_batches if case.sync_every else 1
-    elif case.strategy == "fsdp":
+    elif case.strategy == "ring":
+        sent = ddp_bytes_sent(4 * parameters, case.world)
+        sent += case.micro_batches * config.layers * ring_of(case, 1.0).sent_bytes
+    elif case.strategy.startswith("fsdp"):
         ranks = case.world
         travels = 2 if case.dtype == "bfloat16" else 4
         one, two = (replace(config, layers=n).parameters for n in (1, 2))
@@ -315,6 +380,36 @@ def row_of(case: Case) -> dict[str, Any]:
         "predicted_state_bytes": predict_state_bytes(parameters, ranks=ranks).total,
         "predicted_sent_bytes": sent,
     }
+
+
+def ring_of(case: Case, single_ms: float) -> RingPrediction:
+    """Return the prediction of one layer's attention, of which one rank alone takes so long."""
+    config = shape_of(case.preset)
+    return predict_ring(
+        case.world, case.batch * case.length, heads=config.heads,
+        head_dim=config.width // config.heads, dtype=case.dtype, direction="forward+backward",
+        single_ms=single_ms,
+    )  # fmt: skip
+
+
+def predicted_ms(case: Case, alone_ms: float | None) -> float:
+    """Return a step's time as predicted from that of one rank alone; NaN without it."""
+    config, single = shape_of(case.preset), alone_ms or float("nan")
+    if case.micro_batches > 1 or not alone_ms or case.strategy == "single":
+        return single if case.micro_batches == 1 else float("nan")
+    if case.strategy == "ddp":
+        return predict_ddp(config.parameters, case.world, step_ms=single).step_ms
+    if case.strategy.startswith("fsdp"):
+        return predict_fsdp(
+            config.parameters, case.world, step_ms=single, blocks=config.layers, dtype=case.dtype,
+            cpu_offload=case.strategy == "fsdp, offload",
+        ).step_ms  # fmt: skip
+    # Attention's part of a step by its operations; then the gradients are summed, nothing beside.
+    attention = 3.5 * 2 * config.layers * case.length * config.width
+    own_ms = single * attention / (attention + 6 * config.parameters)
+    ring = ring_of(case, own_ms / config.layers)
+    summed = ddp_bytes_sent(4 * config.parameters, case.world) / LINKS[0].gb_s / 1e6
+    return single - own_ms + config.layers * ring.total_ms + summed
 
 
 def columns_of(case: Case, by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _callers(device: torch.device, chosen: Sequence[str] | None) -> dict[str, Ca
     ways: dict[str, Float64] = {SAFE: "refuse", KEEP: "keep", CAST: "cast"}
     return callers | {
         "sdpa": _sdpa,
-        "sdpa in autocast": _sdpa_in_autocast,
+        "sdpa in autocast": torch.autocast(device.type, dtype=torch.bfloat16)(_sdpa),
         "attention": lambda q, k, v: (attention(q, k, v), None),
         **{name: partial(_safe, float64) for name, float64 in ways.items()},
     }
@@ -90,11 +90,6 @@ def _bare(entry: Backend, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2), None
-
-
-def _sdpa_in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-    with torch.autocast(q.device.type, dtype=torch.bfloat16):
-        return _sdpa(q, k, v)
 
 
 def _safe(float64: Float64, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, torch.dtype]:

@@ -1,11 +1,14 @@
-"""Speed of decoding, prefill and training of models with random weights, and the bound of each.
+"""Speed of models with random weights: decoding, prefill, an encoder, training; and bounds.
 
 python -m benchmarks generation                       everything that fits here
 python -m benchmarks generation --what decode --save NAME
 
     decode     tokens/s of the loops, and the memory bandwidth's bound
     prefill    FLOP/s of a forward, and of a matrix product, by attention
-    training   time and memory of a training step, by attention and length
+    encoder    time and memory of a forward of a BERT, by attention and length
+    training   time and memory of a training step of GPT-2 medium, by attention and length
+
+"graphed" is the lab's loop, greedy or with temperature 0.8 and top-k 50; it needs a GPU.
 
 Only shapes matter for speed, so the weights are random. On a GPU the models have real shapes, on a
 CPU tiny ones.
@@ -33,14 +36,14 @@ from labsupport.models.flops import model_flops
 from labsupport.models.generation.cuda_graph import GraphedDecoder
 from labsupport.models.generation.generate import prefill_and_decode
 from labsupport.models.generation.memory import MemorySampler
-from labsupport.models.generation.prompts import Batch
+from labsupport.models.generation.prompts import Batch, Sampler
 from labsupport.models.measure import choose_attention, kernels_used
 from labsupport.profiling.hardware import Ceilings, measured_ceilings
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.timing import Timing, measure_time, now, resolve_device
 from labsupport.profiling.units import format_bytes
 
-PARTS = ("decode", "prefill", "training")
+PARTS = ("decode", "prefill", "encoder", "training")
 # "loop" is the one in generate.py, "transformers" is `model.generate`.
 LOOPS = (
     "loop, dynamic cache",
@@ -48,10 +51,12 @@ LOOPS = (
     "transformers, dynamic cache",
     "transformers, static cache",
     "graphed",
+    "graphed, sampled",
 )
 PREFILL = ("sdpa", "sdpa_cudnn", "sdpa_flash", "flex", "flash_triton")
+ENCODER = ("eager", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_triton", "flash_gluon")
 TRAINING = ("eager", "sdpa_flash", "sdpa_cudnn", "flash_triton", "flash_gluon", "fa4")
-REPEATS = 3  # of a decode
+REPEATS, MIN_SECONDS = 3, 1.0  # of a decode, at least
 MAX_SECONDS = {"cuda": 3.0, "cpu": 0.2}  # for the repeats of one case; a CPU's sizes are tiny
 # Width, MLP width, layers, query heads, key heads, vocabulary.
 LLAMAS = {
@@ -108,8 +113,10 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
         return Case(row, alone)
 
     prompt, new = (128, 256) if gpu else (16, 32)
-    for batch in (1, 8) if gpu else (1, 2):
+    for batch in (1, 8, 64) if gpu else (1,):
         for name in LOOPS:
+            if name.startswith("graphed") and not gpu:
+                continue
             # On a GPU, Transformers compiles the steps with its static cache.
             compiled = gpu and name == "transformers, static cache"
             yield case("decode", _decode, name, batch, prompt, new_tokens=new, compiled=compiled)
@@ -119,6 +126,9 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
             batch, seqlen = (4, 8192) if gpu else (2, 128)
             yield case("prefill", _prefill, name, batch, seqlen, compiled=compiled)
     tokens, lengths = (8192, (1024, 2048, 4096, 8192)) if gpu else (128, (64, 128))
+    for seqlen in lengths:
+        for name in ENCODER if gpu else ENCODER[:3]:
+            yield case("encoder", _encoder, name, tokens // seqlen, seqlen)
     mixed = "autocast bfloat16" if gpu else "float32"
     for seqlen in lengths:
         for name in TRAINING:
@@ -130,23 +140,26 @@ def _decode(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilin
     model = llama("110M", device, dtype)
     model.set_attn_implementation("sdpa")
     ids = Batch(random_ids(model, batch, row["seqlen"]), (row["seqlen"],) * batch)
-    kernel, compiled, cache = "SDPA", row["compiled"], "static" if "static" in name else "dynamic"
+    kernel, cache = "SDPA", "static" if "static" in name else "dynamic"
     loop: Callable[[], float]  # seconds of the decode steps
-    if name == "graphed":
-        decoder = GraphedDecoder(model, batch=batch, length=row["seqlen"] + new)
-        kernel, compiled = decoder.how, decoder.how.startswith("compiled")
+    if name.startswith("graphed"):
+        sample = Sampler(device, temperature=0.8, top_k=50) if "sampled" in name else None
+        decoder = GraphedDecoder(model, batch=batch, length=row["seqlen"] + new, sample=sample)
+        kernel = "the lab's, in one CUDA graph"
         loop = lambda: decoder.run(ids, new).decode_s  # noqa: E731
     elif name.startswith("loop"):
         loop = lambda: prefill_and_decode(model, ids, new, cache=cache).decode_s  # noqa: E731
     else:
         loop = partial(_transformers_own, model, ids.ids, new, cache)
     loop()
+    seconds: list[float] = []
     with MemorySampler(device) as memory:
-        steps = Timing(tuple(1e3 * loop() / (new - 1) for _ in range(REPEATS)), str(device))
+        while len(seconds) < REPEATS or (sum(seconds) < MIN_SECONDS and device.type == "cuda"):
+            seconds.append(loop())
+    steps = Timing(tuple(1e3 * one / (new - 1) for one in seconds), str(device))
     ceiling = batch * ceilings.copy_gb_s * 1e9 / decode_bytes(model, batch, row["seqlen"] + new / 2)
     rate = 1e3 * batch / steps.median
     return spread(steps) | {
-        "compiled": compiled,
         "tokens_per_s": rate,
         "ceiling": ceiling,
         "of_ceiling": rate / ceiling,
@@ -182,6 +195,27 @@ def _prefill(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceili
     tflops = model_flops(model, *ids.shape, logits=1) / measured["median_ms"] / 1e9
     ceiling = ceilings.matmul_tflops[row["dtype"]]
     return measured | {"tflops": tflops, "ceiling": ceiling, "of_ceiling": tflops / ceiling}
+
+
+def _encoder(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> Row:
+    """A forward of BERT base's shape (110 million weights) on a GPU, of a tiny one on a CPU."""
+    from transformers import BertConfig, BertModel
+
+    shape: dict[str, Any] = {"max_position_embeddings": row["seqlen"]}
+    if device.type == "cpu":
+        shape |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        shape |= {"num_attention_heads": 4, "vocab_size": 256}
+    with torch.device(device):
+        model: Any = BertModel(BertConfig(**shape), add_pooling_layer=False)
+        model = model.to(dtype).eval()
+    choose_attention(model, row["name"])
+    ids = random_ids(model, row["batch"], row["seqlen"])
+
+    @torch.no_grad()
+    def call() -> object:
+        return model(ids)
+
+    return _measured(call, model, ids)
 
 
 def _training(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> Row:

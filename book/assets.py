@@ -24,14 +24,14 @@ MATHJAX = Package(
 )
 
 
-def fetch_file(package: Package, parent: Path | None = None) -> Path:
+def fetch_file(package: Package) -> Path:
     """Return the one file that is needed of a package; fetch it if it is not in the cache.
 
     Raises:
         DownloadError: it cannot be fetched, or is not the expected one.
     """
     (name,) = (Path(path).name for path in package.files)
-    folder = (parent or cache_dir()) / "web" / f"{package.name}-{package.version}"
+    folder = cache_dir() / "web" / f"{package.name}-{package.version}"
     if not (folder / name).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:

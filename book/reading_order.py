@@ -9,14 +9,12 @@ errors".
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
-_ROW = re.compile(r"^\| *(.*?notebook.*?) *\| *(.*?) *\|$", re.MULTILINE)
-_CHAPTER = re.compile(r"^chapter (\d+)(?:(?:,| )(.*))?$")
+_ROW = re.compile(r"^\| *\[?notebook (\d+)(?:\]\([^)]*\))?([^|]*)\| *(.*?) *\|$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """A chapter to read with some sections of a notebook."""
 
     notebook: int
@@ -26,37 +24,11 @@ class Reading:
 
 
 def readings(table: str) -> list[Reading]:
-    """The rows of the reading order that are about notebooks.
-
-    Args:
-        table: the text of theory/README.md.
-
-    Raises:
-        ValueError: there is no such table, or a row that cannot be understood.
-    """
+    """The rows of the reading order that are about notebooks, in the text of theory/README.md."""
     found = []
-    for where, what in _ROW.findall(table.partition("## Reading order")[2].partition("\n## ")[0]):
-        notebook, sections = _place(where)
-        for part in what.split(";"):
-            chapter = _CHAPTER.match(part.strip())
-            if chapter is None:
-                raise ValueError(f"theory/README.md, reading order: {part.strip()!r} is no chapter")
-            remark = (chapter[2] or "").strip()
-            found.append(Reading(notebook, sections, int(chapter[1]), remark))
-    if not found:
-        raise ValueError("theory/README.md has no table under 'Reading order'")
+    for notebook, where, what in _ROW.findall(table.partition("## Reading order")[2]):
+        spans = re.findall(r"\d\.(\d+)(?: to \d\.(\d+))?", where)
+        sections = tuple(n for a, b in spans for n in range(int(a), int(b or a) + 1))
+        for chapter, remark in re.findall(r"chapter (\d+)[, ]*([^;]*)", what):
+            found.append(Reading(int(notebook), sections, int(chapter), remark))
     return found
-
-
-def _place(text: str) -> tuple[int, tuple[int, ...]]:
-    words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
-    number = re.match(r"notebook (\d+)(?:, sections? (.*))?$", words)
-    if number is None:
-        raise ValueError(f"theory/README.md, reading order: {text!r} is no place in a notebook")
-    notebook, sections = int(number[1]), []
-    for first, last in re.findall(r"(\d+\.\d+)(?: to (\d+\.\d+))?", number[2] or ""):
-        start, stop = (int((name or first).partition(".")[2]) for name in (first, last))
-        if {int(name.partition(".")[0]) for name in (first, last or first)} != {notebook}:
-            raise ValueError(f"theory/README.md, reading order: {text!r} names another notebook")
-        sections += range(start, stop + 1)
-    return notebook, tuple(sections)

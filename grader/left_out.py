@@ -1,12 +1,15 @@
-"""Functions that are left out because they answer an exercise.
+"""Functions that are left out because they answer an exercise, and cells that wait for one.
 
 An edition without the answers holds a copy of this file as `labsupport/left_out.py`.
 """
 
 import textwrap
-from typing import NoReturn
+from types import TracebackType
+from typing import Any, NoReturn
 
 NOT_HERE = "not part of the exam edition"
+WAITS = "This cell waits for"
+_said: list[str] = []  # what cells said that did not run
 
 
 class LeftOutError(RuntimeError):
@@ -14,6 +17,7 @@ class LeftOutError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """Show only the message in a notebook."""
+        _said.append(str(self))
         return textwrap.wrap(str(self), 100)
 
 
@@ -23,7 +27,45 @@ def left_out(name: str, exercise: str) -> NoReturn:
     Raises:
         LeftOutError: always.
     """
+    which = "exercises" if "," in exercise else "exercise"
+    raise LeftOutError(f"{name} is {NOT_HERE}: it answers {which} {exercise}.")
+
+
+def waits_for(exercise: str, name: str) -> NoReturn:
+    """Say which exercise a cell waits for.
+
+    Raises:
+        LeftOutError: always.
+    """
     raise LeftOutError(
-        f"{name} is {NOT_HERE}, because it answers exercise {exercise}. What needs it runs as soon "
-        "as your own solution passes its checks, or not in this edition."
+        f"{WAITS} exercise {exercise}: it needs your {name}, which must pass its check."
     )
+
+
+def shorten_errors() -> None:
+    """Show errors that follow from a missing part as one line, in a notebook."""
+    try:
+        shell = get_ipython()  # type: ignore[name-defined]
+    except NameError:
+        return
+    from labsupport.distributed.launch import LaunchError
+
+    shell.set_custom_exc((NameError, KeyError, NotImplementedError, LaunchError), _show)
+
+
+def _show(
+    shell: Any, kind: type, error: BaseException, trace: TracebackType, tb_offset: Any = None
+) -> None:
+    lines = [
+        line.partition("LeftOutError: ")[2]
+        for line in str(error).splitlines()
+        if "LeftOutError: " in line
+    ]
+    if kind is NotImplementedError:
+        while trace.tb_next is not None:
+            trace = trace.tb_next
+        lines = [f"{WAITS} an exercise above: {trace.tb_frame.f_code.co_name} is not written yet."]
+    elif kind in (NameError, KeyError) and _said:
+        lines = [f"{WAITS} one above, which did not run ({kind.__name__}: {error})."]
+    lines = lines[-1:] or shell.InteractiveTB.structured_traceback(kind, error, trace, tb_offset)
+    shell._showtraceback(kind, error, lines)

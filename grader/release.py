@@ -89,6 +89,7 @@ def write_project(target: Path, notebooks: Path | None = None, *, exam: bool = F
         from labsupport.checks import cases
 
         cases.save_cases(tapes, target / "labsupport" / "checks" / cases.FILE.name)
+        without_answers.save_models(target / "labsupport" / "models.json")
     for page in sorted(target.rglob("*.md")):
         text = _ASIDE.sub("", page.read_text(encoding="utf-8"))
         text = without_left_out(text, re.compile(_OTHER))

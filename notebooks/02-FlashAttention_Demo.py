@@ -1061,9 +1061,11 @@ FlashAttentionConfig()
 def my_policy(device_type, capability):
     """The FlashAttentionConfig in which a pretrained Llama runs well on this device."""
     ### BEGIN SOLUTION
-    if device_type == "cuda" and capability < (8, 0):
-        return FlashAttentionConfig.float16(residual=torch.float32)  # the range of the stream
-    return FlashAttentionConfig.bfloat16()
+    if device_type == "cpu" or capability >= (8, 0):
+        return FlashAttentionConfig()  # bfloat16, and float32 for the statistics of norms
+    parts = "attention", "attention_weights", "mlp", "embedding", "norm_weights", "head"
+    half = dict.fromkeys(parts, torch.float16)
+    return FlashAttentionConfig(**half, residual=torch.float32)  # the range of the stream
     ### END SOLUTION
 
 
@@ -2057,6 +2059,8 @@ print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
 # lost. Divide them in float32, and Adam gets gradients of the original size. The best scale is as large as possible,
 # and it changes during training: gradients grow and shrink, and those of weights, which the tracker does not record,
 # are sums over all tokens. So find it by trying:
+#
+# ![Ranges of float32, TF32, bfloat16 and float16 on a logarithmic axis: float16 ends at 65,504, bfloat16 reaches as far as float32.](../theory/figures/dtype-ranges.png)
 #
 # - A gradient is infinite or NaN: the scale was too large. **Skip** this step, **halve** the scale.
 # - `interval` good steps in a row: **double** it.

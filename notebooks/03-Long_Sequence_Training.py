@@ -690,7 +690,8 @@ parts = pd.concat(
 ran = ladder[ladder.status == "ok"].set_index("backend")
 plotting.plot_memory_parts(
     parts,
-    title="After attention it is the logits, after the logits what the blocks keep",
+    title=f"The highest peak is {ran.peak_memory_bytes.idxmax()}'s, "
+    f"{ran.peak_memory_bytes.max() / ran.peak_memory_bytes.min():.0f} times the lowest",
     measured=ran.peak_memory_bytes.to_dict(),
     limit=("allowed: 640 MiB", 640 * 2**20),
     small_print=f"Bars: predicted. 2,048 tokens, vocabulary 16,384, float32, {device.type}",
@@ -751,7 +752,7 @@ fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 # ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
 #
 # Transformers' GPT-2 with plain eager attention reaches 3,072 tokens there, and 18,432 in its best setting
-# (`context-16gib-plain-h200`); the last remedy reaches 393,216. The plan promises up to a third more than what ran: it
+# (`context-16gib-plain-h200`); a bfloat16 stream reaches 376,832. The plan promises up to a third more than what ran: it
 # counts tensors, while the limit counts everything that the allocator has reserved, and the search went in steps of
 # 1,024 tokens. A step that fits may still take too long: time grows with $N^2$, and the million takes four minutes.
 
@@ -852,7 +853,7 @@ print(
 print(f"first 20 losses: at most {consistency.together(courses):.0e} apart")
 plotting.plot_runs(
     courses,
-    title="The two runs of one seed agree to the last digits; another seed takes another way",
+    title=f"The first 20 losses of one seed's two runs are {consistency.together(courses):.0e} apart",
     small_print=f"recorded: {record['device']}, {record['date'][:10]}; {record['data']}",
 )
 
@@ -1239,7 +1240,8 @@ axes.bar(work.index, work / work.mean())
 axes.axhline(1, color="black", linestyle=":")
 axes.set(xlabel="rank", ylabel="work, average = 1")
 figure.headline(
-    "The last rank has the most work", "Pairs of query and key, eight contiguous shards, causal"
+    f"Rank {work.idxmax()} has the most work, rank {work.idxmin()} the least",
+    "Pairs of query and key, eight contiguous shards, causal",
 )
 figure
 
@@ -2041,7 +2043,7 @@ checks.check_ring_backward(rehearse_ring, seed=71)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now on two real processes, with the same check:
+# Now on three real processes, with the same check:
 
 # %%
 own_backward = checks.solution_or_reference(
@@ -2063,8 +2065,8 @@ def ring_on_processes(*shards):
     return launch(on_this_rank, processes=len(shards[0]), device="cpu")
 
 
-print("On two processes, the function that the line above names:")
-checks.check_ring_backward(ring_on_processes, worlds=(2,))
+print("On three processes, the function that the line above names:")
+checks.check_ring_backward(ring_on_processes, worlds=(3,))
 
 # %% [markdown]
 # Together with your forward pass of section 3.13, this is a complete ring with gradients. `labsupport/distributed/minimal_ring.py`
@@ -2206,6 +2208,10 @@ by_position.round(2)
 #            NTK-aware             1    1.1    1.2    1.3    1.5    1.6    1.8      2
 #            YaRN                  1      1    1.1    1.3    1.6      2      2      2
 # ```
+#
+# The same for a model with 32 pairs, trained on 1,024 tokens and read at 8,192:
+#
+# ![Turns of each of 32 pairs at the last token: trained on 1,024 tokens, and at 8,192 as it is, interpolated, and with a larger base.](../theory/figures/long-context-turns.png)
 #
 # ### Exercise 3-9 · Three ways to turn more slowly
 # ●●○ · 20 minutes · 0 points (optional)

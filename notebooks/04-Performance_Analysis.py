@@ -23,7 +23,7 @@
 # - predict a time, test the prediction on shapes that it has not seen, and apply it to another GPU with an interval;
 # - choose an implementation for a workload, and give reasons.
 #
-# **Time** about 193 minutes, of which the exercises take 155. **You need** notebooks 1 and 2. A laptop is enough;
+# **Time** about 208 minutes, of which the exercises take 165. **You need** notebooks 1 and 2. A laptop is enough;
 # figures of a large GPU come from recorded runs. Each section is marked *core* or *further (optional)*; the core fits
 # an afternoon.
 #
@@ -442,10 +442,12 @@ if spec is not None:
     lines.insert(
         0, plotting.RoofLine("specified", spec.peak_tflops(name_of_dtype), spec.bandwidth_gb_s)
     )
+grown = judged[judged.seqlen > 1].groupby("backend").intensity.agg(lambda x: x.iloc[-1] / x.iloc[0])
 plotting.plot_roofline(
     judged,
     lines,
-    title="The textbook's intensity stays the same, FlashAttention's grows with N",
+    title=f"From {lengths[0]:,} to {lengths[-1]:,} tokens the textbook's intensity grows "
+    f"{grown.standard:.1f} times, FlashAttention's {grown.sdpa_flash:.1f} times",
     small_print=f"{ceilings.device}, {name_of_dtype}, {heads} heads of {head_dim}; "
     "sdpa_flash, the two on the left: decode steps",
 )
@@ -479,6 +481,11 @@ cached = [
 judged_decode = roofline(cached, h200)
 judged_decode["tflops"] = judged_decode.flops / steps_recorded.median_ms.to_numpy() / 1e9
 on_h200 = pd.concat([roofline(some, h200), judged_decode])
+judged_decode["of_slope"] = (
+    judged_decode.tflops * 1e3 / judged_decode.intensity / h200.bandwidth_gb_s
+)
+fused = some[(some.backend != "standard") & (some.seqlen == some.seqlen.max())]
+fastest = roofline(fused, h200).of_bound
 is_textbook = on_h200.backend == "standard"  # S and P, each written once and read once, 2 bytes
 squares = 4 * 2 * on_h200.batch * on_h200.heads * on_h200.seqlen * on_h200.kv_seqlen
 on_h200["intensity"] = on_h200.flops / (on_h200.bytes + squares.where(is_textbook, 0))
@@ -489,8 +496,8 @@ plotting.plot_roofline(
         plotting.RoofLine("specified", h200.peak_tflops("bfloat16"), h200.bandwidth_gb_s),
         plotting.RoofLine("measured", ceiling["matmul_tflops"]["bfloat16"], ceiling["copy_gb_s"]),
     ],
-    title="Decode steps touch the slope of the roof; "
-    "long texts reach a third to a half of the flat part",
+    title=f"Decode steps reach {judged_decode.of_slope.max():.0%} of the bandwidth; "
+    f"the longest prefills {fastest.min():.0%} to {fastest.max():.0%} of the arithmetic",
     small_print="recorded: NVIDIA H200, bfloat16, forward; lengths 512 to 16,384; "
     "far to the left decode steps, caches\n"
     "of 32,768 to 524,288 keys. standard: with at least four passes over N x N numbers, by formula",
@@ -1916,7 +1923,10 @@ checks.check_clock(after_repair, seed=46)
 # *Further (optional), 30 minutes.* On a B200 a multiprocessor does 8,192 FLOPs in a cycle, and 16 exponentials. At
 # `head_dim` 128 an entry of a tile needs 512 FLOPs and one exponential, so both take equally long ([chapter
 # 5](../theory/05-from-v1-to-v4.md#version-4-fewer-exponentials-fewer-rescalings)). FlashAttention-4 computes some
-# exponentials on the units for ordinary arithmetic, and skips most multiplications of $O$.
+# exponentials on the units for ordinary arithmetic, and skips most multiplications of $O$. While a softmax runs, tensor
+# cores can wait; this was measured in the lab's kernel on an H200:
+#
+# ![Three timelines, measured. One consumer: tensor cores busy 44% of the time. Two consumers: each has its products while the other has its softmax, 73%. In turns: 76%](../theory/figures/versions-timeline.png)
 #
 # **A power of two without an exponential.** $2^{-2.75} = 2^{-3} \cdot 2^{0.25}$: a whole power, and a fraction $f$ from 0 to 1. Look at the
 # bits of float32 numbers (sign, exponent, significand) that differ by a whole power:
@@ -2051,6 +2061,22 @@ powers = {f"degree {d}": own_exp2(below, polynomials[d - 1]) for d in (1, 2, 3, 
 for name, p in {**powers, "exp2": torch.exp2(below)}.items():
     output = (p.bfloat16().float() @ some_v) / p.sum(-1, keepdim=True)
     print(f"{name:8} output {((output - exact).norm() / exact.norm()).item():.1%} off")
+
+# %%
+f = torch.linspace(0, 1, 400)
+figure = plotting.Chart(figsize=(7.2, 3))
+axes = figure.subplots()
+for degree in (1, 2, 3, 4):
+    off = (own_exp2(f, polynomials[degree - 1]) / torch.exp2(f) - 1).abs()
+    axes.semilogy(f, off.clamp(min=1e-8), label=f"degree {degree}")
+axes.axhline(2**-8, color="black", linestyle=":", label="rounding to bfloat16")
+axes.set(xlabel="f", ylabel="relative error of $2^f$")
+axes.legend(ncols=3, fontsize=8)
+figure.headline(
+    f"From degree {degrees['bfloat16']} on, the error is below bfloat16's rounding",
+    "by exp2_by_bits, 400 places",
+)
+figure
 
 
 # %% [markdown]
@@ -2196,8 +2222,8 @@ plotting.plot_rescalings(
 
 # %% [markdown]
 # Without a threshold a row's maximum rises less than four times, but a warp rescales in two tiles of three, because
-# nearly always one of its 32 rows needs it. With 8, random scores of the usual size never need it; those 8 times as large need it once a row. Rising scores need it often. Each rescaling
-# raises $r$ by *more* than 8, so a row has fewer than (last maximum - first one) / 8 of them, here 13 instead of 62.
+# nearly always one of its 32 rows needs it. With 8, random scores of the usual size never need it; those 8 times as large need it
+# once a row. Rising scores need it often. Each rescaling raises $r$ by *more* than 8, so a row has fewer than (last maximum - first one) / 8 of them, here 13 instead of 62.
 # But the rows of a warp soon rescale in different tiles, so the warp gains little. In this order the threshold helps
 # little; in a random one it saves every rescaling, or most of them if scores are large.
 #
@@ -2205,6 +2231,143 @@ plotting.plot_rescalings(
 # maximum. The log-sum-exp is $r + \log_2 l$, with that same $r$. There is one exception: a reference that never changes
 # lets the weights grow until float32 overflows, at $2^{128}$. In float16 that would be $2^{16}$. FlashAttention-4 uses
 # 8 for 16-bit inputs, and 0 for 8-bit ones.
+
+# %% [markdown]
+# ## 4.11 · Reading a profile
+#
+# *Further (optional), 15 minutes.* Before you change a slow program, ask two questions. Does the GPU wait for the
+# program? Then a faster kernel is of no use. If not, what do the warps of the kernel wait for? A *trace* of PyTorch's
+# profiler answers the first question, a report of Nsight Compute the second. Both were recorded on an H100 with
+# `python -m benchmarks trace`.
+#
+# Python launches one kernel after the other, and each launch takes the CPU some microseconds. If a kernel ends
+# before the next one is launched, the GPU waits: this is a *launch gap*. Kernels on different *streams* may run at
+# the same time, for example a product and a copy of the next inputs.
+#
+# ### Exercise 4-8 · Gaps and stalls
+# ●●○ · 10 minutes · 0 points (optional)
+#
+# | function | takes | returns |
+# | --- | --- | --- |
+# | `launch_gap(trace)` | a DataFrame: a row for each kernel or copy, in any order, with `start_us`, `duration_us`, `name`, `stream` | the share of the time from the first start to the last end in which nothing runs, on any stream |
+# | `stall(report, kernel)` | a DataFrame with `launch`, `kernel`, `reason`, `cycles`, and a kernel's name | the reason for which this kernel's warps wait longest, and its share of all their waiting |
+#
+# `cycles` is the average time that a warp waited for this reason between two instructions. `"selected"` is not a wait: in this
+# cycle the warp issues an instruction. If a kernel has several launches, average each reason's cycles over them.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# A copy runs from 10 to 70 µs, and two kernels from 30 to 35 and from 40 to 50. For how long does something run? Why is the sum of the
+# durations wrong, and why is the last row's end?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Sort by `start_us`, and go through the rows with the latest end so far. How much of a row lies after that end? For `stall`, `groupby("reason")`
+# gives each reason's mean, and `idxmax` the name of the largest.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# launch_gap   latest = before everything; busy = 0
+#              for each row, by start:  busy += what lies after both its start and latest, at least 0
+#                                       latest = the later one of latest and its end
+#              1 - busy / (latest - first start)
+# stall        rows of this kernel, without "selected"; mean of each reason
+#              the largest one's name; the largest over the sum
+# ```
+# </details>
+# </details>
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-4-8-profile", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def launch_gap(trace):
+    """The share of the time in which no stream works."""
+    ### BEGIN SOLUTION
+    rows = trace.sort_values("start_us")
+    first, busy, latest = rows.start_us.min(), 0.0, -math.inf
+    for start, duration in zip(rows.start_us, rows.duration_us, strict=True):
+        end = start + duration
+        busy += max(0.0, end - max(start, latest))
+        latest = max(latest, end)
+    return 1 - busy / (latest - first)
+    ### END SOLUTION
+
+
+def stall(report, kernel):
+    """The top stall reason of a kernel, and its share of the waiting."""
+    ### BEGIN SOLUTION
+    own = report[(report.kernel == kernel) & (report.reason != "selected")]
+    cycles = own.groupby("reason").cycles.mean()
+    return cycles.idxmax(), cycles.max() / cycles.sum()
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-8-profile-gap", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_launch_gap(launch_gap)
+### BEGIN HIDDEN TESTS
+checks.check_launch_gap(launch_gap, seed=48)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-8-profile-stall", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_stall(stall)
+### BEGIN HIDDEN TESTS
+checks.check_stall(stall, seed=49)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# The recorded trace has calls with 256 and with 8,192 tokens (16 heads of 64, bfloat16): the textbook's four kernels, the
+# same as a CUDA graph, the textbook beside a copy of the next inputs, and PyTorch's FlashAttention. **Predict first**:
+# for what share of the time does the GPU wait in the textbook's calls with 256 tokens?
+
+# %%
+predicted_waiting = None  # your guess, a number between 0 and 1
+
+# %%
+own_gap = checks.solution_or_reference(launch_gap, checks.launch_gap, checks.check_launch_gap)
+own_stall = checks.solution_or_reference(stall, checks.stall, checks.check_stall)
+timeline = load_run("trace-h100").query("status == 'ok'")
+waiting = {key: own_gap(rows) for key, rows in timeline.groupby(["call", "tokens"], sort=False)}
+checks.compare_prediction(
+    "Waiting, textbook, 256 tokens", predicted_waiting, waiting["textbook", 256], possible=(0, 1)
+)
+pd.Series(waiting).unstack().rename_axis(columns="GPU waits, with tokens").map("{:.0%}".format)
+
+# %%
+plotting.plot_launches(
+    timeline[timeline.tokens == 256],
+    title=f"256 tokens: the GPU waits {waiting['textbook', 256]:.0%} of the time, "
+    f"in a CUDA graph {waiting['textbook, CUDA graph', 256]:.0%}",
+    small_print="recorded: NVIDIA H100, five calls each; dark: the main stream, light: copies",
+)
+
+# %% [markdown]
+# A short call is as slow as its launches, whatever the kernels do. There are four remedies: fewer kernels (FlashAttention
+# launches one where the textbook launches four), a CUDA graph (one launch for all kernels), larger batches, and
+# `torch.compile`, which does the first two. With 8,192 tokens each kernel takes longer than the next launch: the CPU is
+# always ahead, and only a faster kernel helps. So look inside:
+
+# %%
+report = load_run("stalls-h100").query("status == 'ok'")
+rows = [
+    (backend, kernel, *own_stall(own, kernel))
+    for (backend, kernel), own in report.groupby(["backend", "kernel"], sort=False)
+]
+stalls = pd.DataFrame(rows, columns=["backend", "kernel", "waits most for", "share"])
+stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_numpy())
+
+# %% [markdown]
+# | reason | a warp waits |
+# | --- | --- |
+# | `long_scoreboard` | for data from L2 or HBM: the kernel is short of bandwidth, or loads too late |
+# | `short_scoreboard`, `mio_throttle` | for shared memory, or for exponentials |
+# | `math_pipe_throttle`, `gmma` | for tensor cores that are busy, which is good |
+# | `wait` | a fixed number of cycles, for the instruction before: normal in dense arithmetic |
+# | `barrier` | for other warps of its program |
+#
+# Kernels that only pass over $N \times N$ numbers (scale, softmax) should wait for memory, products and FlashAttention for tensor
+# cores or for each other. Does your table agree? [Chapter 8](../theory/08-performance-model.md#reading-a-kernels-counters) reads
+# a report further.
 
 # %% [markdown]
 # ## What you measured

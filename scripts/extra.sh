@@ -10,8 +10,7 @@ cd "$(dirname "$0")/.."
 extra=$1
 python=${PY:-.venv/bin/python}
 if [ "$python" != .venv/bin/python ]; then
-    needed="playwright, pytest"
-    [ "$extra" != book ] || needed="bs4, docutils, myst_nb, pydata_sphinx_theme, sphinx"
+    [ "$extra" = book ] && needed=myst_nb || needed=playwright
     "$python" -c "import $needed" 2>/dev/null && exit 0
     printf 'The %s needs more packages:  %s -m pip install -c constraints.txt -e ".[%s]"\n' \
         "$extra" "$python" "$extra" >&2

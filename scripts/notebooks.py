@@ -54,23 +54,14 @@ def describe(notebook: NotebookNode) -> list[str]:
 
 
 def differences(folder: Path = NOTEBOOKS) -> list[str]:
-    """Return a message for each notebook and twin that differ, or of which one is missing."""
+    """Return a message for each twin whose notebook differs."""
     out = []
-    for stem in stems(folder):
-        notebook, twin = folder / f"{stem}.ipynb", folder / f"{stem}.py"
-        missing = [path.name for path in (notebook, twin) if not path.exists()]
-        if missing:
-            out.append(f"{stem}: {missing[0]} is missing")
-            continue
+    for twin in sorted(folder.glob("*.py")):
+        notebook = twin.with_suffix(".ipynb")
         sides = describe(read(notebook)), describe(read(twin)), notebook.name, twin.name
         if changed := list(difflib.unified_diff(*sides, lineterm="", n=1)):
-            out.append("\n".join([f"{stem}: notebook and twin differ", *changed[:40]]))
+            out.append("\n".join([f"{twin.stem}: notebook and twin differ", *changed[:40]]))
     return out
-
-
-def stems(folder: Path) -> list[str]:
-    """The names of the notebooks, without suffix, from whichever of the two files exists."""
-    return sorted({path.stem for path in folder.iterdir() if path.suffix in (".ipynb", ".py")})
 
 
 def write_pair(notebook: NotebookNode, path: Path) -> None:
@@ -138,12 +129,13 @@ def _anonymous(text: str) -> str:
 
 
 def sync(folder: Path = NOTEBOOKS) -> None:
-    """Carry the newer of notebook and twin into the other; outputs of unchanged cells stay."""
-    for stem in stems(folder):
-        path, twin = folder / f"{stem}.ipynb", folder / f"{stem}.py"
-        if not twin.exists():
-            notebook, done = read(path), "twin made"
-        elif not path.exists():
+    """Carry the newer of notebook and twin into the other; outputs of unchanged cells stay.
+
+    A new notebook begins as a twin.
+    """
+    for twin in sorted(folder.glob("*.py")):
+        path = twin.with_suffix(".ipynb")
+        if not path.exists():
             notebook, done = read(twin), "notebook made from the twin"
         elif describe(read(path)) == describe(read(twin)):
             continue
@@ -153,7 +145,7 @@ def sync(folder: Path = NOTEBOOKS) -> None:
         else:
             notebook, done = read(path), "notebook carried into the twin"
         write_pair(notebook, path)
-        print(f"{stem}: {done}")
+        print(f"{twin.stem}: {done}")
 
 
 def execute(path: Path) -> None:

@@ -72,8 +72,6 @@ check_python() {
     "$1" -c 'import ensurepip, venv' >/dev/null 2>&1 || stop \
         "$1 has no venv module (Debian and Ubuntu ship it apart)" \
         "sudo apt install python$(version_of "$1")-venv"
-    "$1" -c 'import sys; sys.exit(sys.maxsize < 2**32)' || stop \
-        "$1 is a 32-bit Python; PyTorch needs a 64-bit one"
     if [ "$(uname -s)" = Darwin ] &&
         [ "$("$1" -c 'import platform; print(platform.machine())')" = x86_64 ]; then
         stop "PyTorch $torch_pin has no build for Intel Macs, or for an Intel Python on Apple silicon" \

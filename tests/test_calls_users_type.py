@@ -4,14 +4,9 @@ Each text runs as it stands, with q, k and v in flash-attn's layout (batch, seql
 head_dim), Q, K and V in the textbook's (batch, heads, seqlen, head_dim), and a small model.
 """
 
-import logging
-import os
-
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from labsupport.cli import app
 from tests.models.tiny import tiny, tokens
 
 CALLS = {
@@ -134,16 +129,6 @@ try:
 finally:
     cleanup_ddp()""",
 }
-STORY = ["generate", "Once upon a time", "--model", "stories15m", "--device", "cpu", "-v"]
-STORY += ["--max-new-tokens", "4"]
-BENCH = """bench --batch 1 --seqlen 64 --nheads 2 --headdim 16 --causal --dtype fp16 --repeats 3
---no-grad --device cpu"""
-COMMANDS = [
-    pytest.param(BENCH.split(), {}, "float16", marks=pytest.mark.slow),
-    (STORY, {}, "Using FlashAttention for layer 3 (sdpa_flash)"),
-    (STORY, {"LABSUPPORT_ATTENTION": "standard"}, "Using standard attention for layer 3"),
-    pytest.param([*STORY, "--compare"], {}, "standard", marks=pytest.mark.slow),
-]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels named here are a CPU's")
@@ -155,15 +140,3 @@ def test_a_call_as_users_type_it_does_what_they_expect(typed):
     names |= {"torch": torch, "pytest": pytest, "q": q, "k": k, "v": v}
     model = tiny("gpt2", attn_pdrop=0.0)
     exec(typed, names | {"model": model, "ids": tokens(2, 12)})
-
-
-@pytest.mark.parametrize(("typed", "environment", "said"), COMMANDS)
-def test_a_command_as_users_type_it_says_what_they_look_for(typed, environment, said, monkeypatch):
-    for name, value in environment.items():
-        monkeypatch.setitem(os.environ, name, value)
-    log = logging.getLogger("labsupport.models")
-    before = log.level
-    done = CliRunner().invoke(app, typed)
-    log.setLevel(before)  # -v raises it
-    assert done.exit_code == 0, (done.output, done.exception)
-    assert said in done.output

@@ -49,7 +49,8 @@ def edit_json(path, change):
     path.write_text(json.dumps(notebook))
 
 
-def test_every_notebook_agrees_with_its_text_twin(tool):
+def test_every_notebook_has_a_text_twin_that_agrees(tool):
+    assert sorted(path.with_suffix(".ipynb") for path in tool.NOTEBOOKS.glob("*.py")) == NOTEBOOKS
     assert tool.differences() == []
 
 
@@ -71,9 +72,7 @@ def test_a_difference_between_notebook_and_twin_is_found(tool, folder, change):
 
 
 @pytest.mark.parametrize("suffix", [".py", ".ipynb"])
-def test_the_newer_of_the_two_is_carried_over_formatted_and_a_missing_one_is_found(
-    tool, folder, suffix
-):
+def test_the_newer_of_the_two_is_carried_over_formatted(tool, folder, suffix):
     notebook, twin = folder / "01-Squares.ipynb", folder / "01-Squares.py"
     path = folder / f"01-Squares{suffix}"
     path.write_text(path.read_text().replace("3 * 3", "5*5"))
@@ -83,8 +82,6 @@ def test_the_newer_of_the_two_is_carried_over_formatted_and_a_missing_one_is_fou
     assert "5 * 5" in notebook.read_text()
     assert "5 * 5" in twin.read_text()
     assert tool.differences(folder) == []
-    path.unlink()
-    assert tool.differences(folder) == [f"01-Squares: 01-Squares{suffix} is missing"]
 
 
 def test_a_run_stores_nothing_of_this_machine_and_a_failing_one_nothing_at_all(tool, folder):

@@ -168,7 +168,7 @@ def make(*arguments, cwd):
 def test_make_alone_lists_every_command(project):
     listed = set(re.findall(r"^make ([\w-]+)", make(cwd=project).stdout, re.MULTILINE))
     makefile = (project / "Makefile").read_text(encoding="utf-8")
-    assert {"lab", "fetch", "test", "test-all", "notebooks", "format", "update", "clean"} <= listed
+    assert {"lab", "fetch", "test", "test-all", "notebooks", "format", "clean"} <= listed
     assert all(f"\n{command}:" in makefile for command in listed)
 
 
@@ -180,15 +180,6 @@ def test_make_clean_keeps_the_students_work(checkout):
     assert (checkout / "work" / "__pycache__").exists()
     assert not (checkout / ".venv").exists()
     assert not (checkout / "labsupport" / "__pycache__").exists()
-
-
-def test_the_packages_asked_for_are_those_of_the_extra(project, files):
-    script = (project / "scripts/extra.sh").read_text(encoding="utf-8")
-    asked = {name for line in re.findall(r'needed="(.*)"', script) for name in line.split(", ")}
-    extras = tomllib.loads(files[0])["project"]["optional-dependencies"]
-    names = {Requirement(text).name for text in (*extras["book"], *extras["browser"])}
-    imported = {"beautifulsoup4": "bs4"}
-    assert asked == {imported.get(name, name.replace("-", "_")) for name in names}
 
 
 def test_shell_scripts_are_sound(project):

@@ -1,23 +1,16 @@
-"""Find and answer: facts planted in a real document, asked for at its end, with evidence.
+"""Find and answer: facts planted in a real document, asked for at its end.
 
     |............ fact 1 ............ fact 2 ............ fact 3 .....|  The mascot of the mill is
                              |<------------- window ----------------->|  <------ question ------>
 
 The share of right answers rises with the window. A search for common words finds the facts as well:
 such questions show what a context is for, and not that a model is needed.
-
-Evidence is named in two steps. The last token's attention proposes sentences of the visible text;
-then the question is asked again without each of them (their keys are masked). The one without which
-the given answer loses most is the evidence: what attention looks at need not be what the answer
-rests on (Jain and Wallace, "Attention is not Explanation", 2019, section 4; DeYoung et al.,
-"ERASER", 2020, section 4).
 """
 
 from __future__ import annotations
 
 import random
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +37,6 @@ RELATIONS = re.findall(
     "password mascot emblem nickname codename statue guardian pet flag seal totem costume logo "
     "crest riddle painting",
 )
-PROPOSED = 4  # sentences that attention may propose as evidence
 
 
 def plant(
@@ -145,50 +137,18 @@ class Reading:
 
         self.model, self.length = model, ids.shape[1]
         self.cache = DynamicCache(config=model.config)
-        self._forward(ids)
-
-    def ask(self, ids: Tensor, *, without: tuple[int, int] | None = None) -> Tensor:
-        """Return the logits after a question (1, n), (vocabulary,), and forget the question.
-
-        `without` are tokens [start, end) of the text that the question may not look at. Later
-        tokens of the text have seen them and still hold what they took from them.
-        """
-        options: dict[str, Any] = {}
-        if without is not None:
-            mask = torch.ones(1, self.length + ids.shape[1], dtype=torch.long)
-            mask[:, slice(*without)] = 0
-            options["attention_mask"] = mask.to(self.model.device)
-        logits = self._forward(ids, **options).logits[0, -1]
-        self._forget()
-        return logits
-
-    def attention(self, ids: Tensor) -> Tensor:
-        """Return where the last token of a question looks: (layers, heads, length), float32.
-
-        FlashAttention never has a row of P as a whole, so this one token runs through Transformers'
-        "eager" attention; its row is as long as the text, and no square.
-        """
-        chosen = self.model.config._attn_implementation
-        if ids.shape[1] > 1:
-            self._forward(ids[:, :-1])
-        try:
-            self.model.set_attn_implementation("eager")
-            out = self._forward(ids[:, -1:], output_attentions=True)
-        finally:
-            self.model.set_attn_implementation(chosen)
-        self._forget()
-        return torch.stack([weights[0, :, 0, : self.length] for weights in out.attentions]).float()
+        self.ask(ids)
 
     @torch.no_grad()
-    def _forward(self, ids: Tensor, **options: Any) -> Any:
+    def ask(self, ids: Tensor) -> Tensor:
+        """Return the logits after a question (1, n), (vocabulary,), and forget the question."""
         ids, start = ids.to(self.model.device), self.cache.get_seq_length()
+        options: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
         options["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        options |= {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
-        return self.model(ids, **options)
-
-    def _forget(self) -> None:
+        logits = self.model(ids, logits_to_keep=1, **options).logits[0, -1]
         # Newer versions of Transformers take this form only.
         self.cache.crop(self.length - self.cache.get_seq_length())
+        return logits
 
 
 def answer_by_window(
@@ -204,8 +164,7 @@ def answer_by_window(
     Returns:
         One row a window and fact: window; visible, whether its whole sentence was read; answer, the
         likeliest candidate, and right; recent, whether the candidate that stands last is right;
-        search, whether `search_answer` is right; chance, of a guess; evidence, the named sentence;
-        evidence_right, whether it is the planted one; lost, whether the answer changes without it.
+        search, whether `search_answer` is right; chance, of a guess.
     """
     import pandas as pd
 
@@ -223,55 +182,19 @@ def answer_by_window(
         first = max(0, ids.shape[1] - window)
         reading, begin = Reading(model, ids[:, first:]), spans[first][0]
         text = document.text[begin:]
-        sentences = sentences_of(text)
-        starts, ends = zip(*((a - begin, b - begin) for a, b in spans[first:]), strict=True)
-        ranges = [(bisect_right(ends, a), bisect_left(starts, b)) for a, b in sentences]
         for fact in document.questions:
-            start, question = fact.evidence[0], encode(fact.prompt)
-            given = int(reading.ask(question)[firsts].argmax())
-            named, lost = _evidence(reading, question, firsts, given, ranges)
-            a, b = sentences[named]
+            given = int(reading.ask(encode(fact.prompt))[firsts].argmax())
             row: dict[str, Any] = {
                 "window": window,
-                "visible": begin <= start,
+                "visible": begin <= fact.evidence[0],
                 "answer": candidates[given],
                 "right": candidates[given] == fact.answer,
                 "recent": latest_candidate(text, candidates) == fact.answer,
                 "search": search_answer(fact.prompt, text, candidates) == fact.answer,
                 "chance": fact.chance,
-                "evidence": " ".join(text[a:b].split()),
-                "evidence_right": a <= start - begin < b,
-                "lost": lost,
             }
             rows.append(row)
     return pd.DataFrame(rows)
-
-
-def _evidence(
-    reading: Reading,
-    question: Tensor,
-    firsts: list[int],
-    given: int,
-    sentences: list[tuple[int, int]],
-) -> tuple[int, bool]:
-    """Return the sentence that the answer rests on, and whether the answer changes without it.
-
-    `given` is the answer's number; `firsts` are the candidates' tokens; sentences are ranges of
-    tokens.
-    """
-    weights = reading.attention(question)
-    # Squares favour a head that looks at one place over many that look everywhere. The first token
-    # is where heads look that look for nothing (Xiao et al., "Efficient Streaming Language Models
-    # with Attention Sinks", 2023, section 3).
-    weights[..., 0] = 0.0
-    looked = weights.square().sum((0, 1)).cpu()
-    mass = torch.stack([looked[start:end].sum() for start, end in sentences])
-    without = {
-        number: reading.ask(question, without=sentences[number]).float().log_softmax(-1)[firsts]
-        for number in mass.topk(min(PROPOSED, len(sentences))).indices.tolist()
-    }
-    named = min(without, key=lambda number: float(without[number][given]))
-    return named, int(without[named].argmax()) != given
 
 
 def score_answers(table: pd.DataFrame) -> pd.DataFrame:
@@ -279,20 +202,16 @@ def score_answers(table: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row a window: window, questions; visible; right, recent, search, chance;
-        right_visible, of those whose fact was read; evidence_right and lost, of the right answers
-        whose fact was read.
+        right_visible, of those whose fact was read.
     """
     import pandas as pd
 
     rows = []
     for window, part in table.groupby("window"):
-        seen = part[part["visible"]]
-        based = seen[seen["right"]]
         shares = ("visible", "right", "recent", "search", "chance")
         rows.append(
             {"window": window, "questions": len(part)}
             | {name: part[name].mean() for name in shares}
-            | {"right_visible": seen["right"].mean()}
-            | {name: based[name].mean() for name in ("evidence_right", "lost")}
+            | {"right_visible": part.right[part.visible].mean()}
         )
     return pd.DataFrame(rows)

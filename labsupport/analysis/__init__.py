@@ -5,7 +5,6 @@ roofline          FLOPs and bytes of a case, and the bound that the device's cei
 predictor/        time and memory of a call from a device's ceilings and a short calibration
 recommend         which backend for a workload, and why
 tiles             block sizes: which fit into a fast memory, and what they move
-loop_orders       bytes that the loop orders of versions 1 and 2 move
 explorer          the same, with controls to play with
 profile           `labsupport profile`: a folder that begins with SUMMARY.md
 nsight            NVIDIA's profilers, and the counters that the lab shows

@@ -28,6 +28,7 @@ from labsupport.attention.drop_in import (
     flash_attn_with_kvcache,
 )
 from labsupport.attention.flash_torch import FlashAttentionFunction, flash_attention_forward
+from labsupport.attention.fp8 import fp8_attention
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.kernels.autograd import TritonFlashAttentionFunction
 from labsupport.attention.online_softmax import merge_attention, online_softmax
@@ -54,6 +55,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "fp8_attention",
     "last_call",
     "merge_attention",
     "online_softmax",

@@ -11,7 +11,7 @@ reference solution, its mistakes as edits of that solution with their diagnoses,
     3-1 rotary           3-2 chunked_loss  3-3 planning      3-4 merging     3-5 zigzag_order
     3-6 data_parallel    3-7 ring_backward 3-8, 4-6 faults   3-9 long_positions
     4-1 intensity        4-2 counting      4-3 kernel        4-4 fitting     4-5 choosing
-    4-3 triton_kernels   4-7 two_tricks
+    4-3 triton_kernels   4-7 two_tricks    4-8 profiles
 
 `verdict` judges results and finds the mistake. A check calls its reference by `cases.reference`, so
 that stored results can take the place of the solutions in an exam.
@@ -136,6 +136,7 @@ from labsupport.checks.planning import (
     held_bytes,
 )
 from labsupport.checks.policies import check_policy_devices, check_policy_memory, check_policy_range
+from labsupport.checks.profiles import check_launch_gap, check_stall, launch_gap, stall
 from labsupport.checks.registered import (
     check_registered_memory,
     check_registered_models,

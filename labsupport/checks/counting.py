@@ -118,9 +118,12 @@ More than half of the tiles have a visible pair: those on the diagonal do, too.
 T (T + 1) / 2 holds for square tiles only. A block of queries sees keys up to its *last* row:
 ceil((r + 1) * block_q / block_k) blocks, for r = 0, 1, ...
     math.ceil(end / block_k) -> end // block_q
+T (T + 1) / 2 with T = seqlen / block_k counts tiles of block_k rows. A tile has block_q of them:
+add up ceil((r + 1) * block_q / block_k) for r = 0, 1, ...
+    sum(math.ceil(end / block_k) for end in range(block_q, seqlen + 1, block_q)) -> seqlen // block_k * (seqlen // block_k + 1) // 2
 A block of keys passes whole even if one key is visible: round up.
     math.ceil(end / block_k) -> end // block_k
-""")
+""")  # noqa: E501
 
 
 def check_textbook_traffic(student: Student, seed: int = 0) -> None:

@@ -43,9 +43,10 @@ def average_each(parameters: Sequence[Tensor], comm: Comm, is_last: Callable[[],
 HOOK_MISTAKES = mistakes(r"""
 The gradients are added up over the ranks, but not divided by their number.
     p.grad /= comm.world -> pass
-The sum never arrives: `all_reduce` only starts it. It returns a function, which waits: call that.
+The sum never arrives in the gradient. `all_reduce` only starts it, in the tensor that it gets: give
+it `p.grad` itself, not a clone, and call the function that it returns, which waits.
     comm.all_reduce(p.grad)() -> comm.all_reduce(p.grad)
-The weights are averaged, not their gradients.
+The gradients are still this rank's own: average `p.grad`, in place; no clone, and not the weights.
     p.grad -> p.data
 Only the first parameter has a hook.
     for p in parameters -> for p in parameters[:1]
@@ -132,9 +133,11 @@ accumulate.
     not is_last() -> False
 The all-reduce starts with the first gradient of a bucket, when the others are still incomplete.
     missing[number] == 0 -> missing[number] == len(buckets[number]) - 1
-The averages stay in the bucket: copy each part back into its parameter's gradient.
+The averages stay in the bucket. `finish` copies each part back into its parameter's gradient:
+return `finish` itself, which is called after the backward pass.
     p.grad.copy_(part.view_as(p) / comm.world) -> pass
-Nothing waits for the sums: call what `all_reduce` returned, before you read the bucket.
+The sums are not in the bucket yet. Call what `all_reduce` returned, which waits, before you read
+the tensor that you gave it (not a clone).
     wait() -> pass
 The parts come back in another order than they went into the bucket.
     zip(own, parts, strict=True) -> zip(own, [flat[-part.numel():] for part in parts], strict=True)
@@ -165,6 +168,8 @@ class ShardedLinear(torch.autograd.Function):
 SHARD_MISTAKES = mistakes(r"""
 The gradients are added up over the ranks, but not divided by their number.
     ctx.comm.reduce_scatter(dweight) / ctx.comm.world -> ctx.comm.reduce_scatter(dweight)
+The shard's gradient is divided by the number of ranks twice.
+    ctx.comm.reduce_scatter(dweight) / -> ctx.comm.reduce_scatter(dweight / ctx.comm.world) /
 The shard's gradient comes from this rank's own inputs alone: the others' must be added, which
 reduce_scatter does.
     dweight = dy.mT @ x -> own = (dy.mT @ x).chunk(ctx.comm.world)[ctx.comm.rank]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from labsupport.attention.fp8 import hadamard
 from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
@@ -66,14 +67,6 @@ That is e5m2: its significand has 2 bits, that of e4m3, torch.float8_e4m3fn, has
 The numbers are rounded to integers, as for int8. e4m3 is a floating-point format: cast to it.
     .to(torch.float8_e4m3fn) -> .round()
 """)
-
-
-def hadamard(n: int) -> Tensor:
-    """Return the orthogonal Hadamard matrix, (n, n), n a power of two (J. Sylvester, 1867)."""
-    h = torch.ones(1, 1)
-    while len(h) < n:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h / n**0.5
 
 
 HADAMARD_MISTAKES = mistakes("""

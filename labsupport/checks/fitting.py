@@ -75,6 +75,8 @@ The rate is in FLOP/s: divide by 1e12.
     1 / slope -> 1e12 / slope
 The rate is in FLOPs a millisecond: divide by 1e9, since a TFLOP is 1e12 FLOPs and a second 1e3 ms.
     1 / slope -> 1e9 / slope
+The rate is in TFLOPs a millisecond: a second has 1e3 of them.
+    1 / slope -> 1e-3 / slope
 That is the slope, the ms of 1e9 FLOPs. The rate is its inverse, 1 / slope.
     1 / slope -> slope
 """)

@@ -159,6 +159,8 @@ dq and dk are still zeros, as in step 1: add up their parts, tile by tile.
     return dq, dk, dv -> return 0 * dq, 0 * dk, dv
 The three gradients come back in another order: return dq, dk, dv.
     return dq, dk, dv -> return dv, dk, dq
+The gradients come back in another order: return dq, dk, dv.
+    return dq, dk, dv -> return dk, dq, dv
 D is missing: dS = P * (dP - D).
     - delta[..., rows, None] ->
 dS = P * (dP - D): the factor P is missing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from labsupport.checks.verdict import (
     Mistake,
     Student,
     call,
+    explain,
     judge,
     mistakes,
     number,
@@ -95,6 +96,25 @@ The ramp uses the new length: turns are counted in the training's, `trained`.
 The ends of the ramp are not rounded: `low` down, `high` up, to whole pairs.
     math.floor(head_dim / 2 * ends[0]) -> head_dim / 2 * ends[0]
     math.ceil(head_dim / 2 * ends[1]) -> head_dim / 2 * ends[1]
+`low`, an end of the ramp, is not rounded: down, to a whole pair.
+    math.floor(head_dim / 2 * ends[0]) -> head_dim / 2 * ends[0]
+`high`, an end of the ramp, is not rounded: up, to a whole pair.
+    math.ceil(head_dim / 2 * ends[1]) -> head_dim / 2 * ends[1]
+Both ends of the ramp are rounded up: `low` is rounded down.
+    math.floor -> math.ceil
+The ends of the ramp are rounded the other way round: `low` down, `high` up.
+    math.floor(head_dim / 2 * ends[0]) -> math.ceil(head_dim / 2 * ends[0])
+    high = math.ceil -> high = math.floor
+The ends of the ramp are exchanged: 32 turns give `low`, 1 turn gives `high`.
+    (32, 1) -> (1, 32)
+Both logarithms must have one base: that of the turns is decimal.
+    math.log(trained -> math.log10(trained
+Both logarithms must have one base: that of the turns is binary.
+    math.log(trained -> math.log2(trained
+Both logarithms must have one base: that of `base` is decimal.
+    math.log(base) -> math.log10(base)
+Both logarithms must have one base: that of `base` is binary.
+    math.log(base) -> math.log2(base)
 Both ends of the ramp are rounded down: `high` is rounded up.
     math.ceil -> math.floor
 Both ends of the ramp are rounded to the nearest pair: `low` down, `high` up.
@@ -112,7 +132,8 @@ You count numbers of a head, not pairs: there are head_dim / 2 of them.
     head_dim / 2 * ends -> head_dim * ends
 All pairs are interpolated: those with many turns must stay.
     (1 - ramp) * plain + ramp * plain / factor -> plain / factor
-All frequencies stay as they are: pairs without a full turn are divided by `factor`.
+All frequencies stay as they are: pairs without a full turn are divided by `factor`. If there is a
+ramp, are its ends divided by the logarithm of `base`?
     (1 - ramp) * plain + ramp * plain / factor -> plain
 The periods are mixed: mix the frequencies.
     (1 - ramp) * plain + ramp * plain / factor -> 1 / ((1 - ramp) / plain + ramp * factor / plain)
@@ -122,6 +143,8 @@ The base is that of NTK-aware scaling: YaRN starts from the plain frequencies.
 FACTOR_MISTAKES = mistakes("""
 The attention factor lacks the 1: at factor = 1 it must change nothing.
     math.log(factor) + 1 -> math.log(factor)
+The 1 stands outside of the logarithm: 0.1 ln(factor) + 1.
+    math.log(factor) + 1 -> math.log(factor + 1)
 The attention factor lacks its 0.1.
     0.1 * math.log(factor) -> math.log(factor)
 The attention factor takes the natural logarithm, math.log.
@@ -143,57 +166,78 @@ The attention factor is always 1: scores are to be sharpened, too.
 
 def check_interpolated(student: Student, seed: int = 0) -> None:
     """Exercise 3-9: all pairs slowed alike."""
-    for case in ((16, 10_000.0, 4.0), (64, 500_000.0, 1.5 + seed), (8, 100.0 + seed, 1.0)):
-        _judge(student, interpolated, INTERPOLATED_MISTAKES, case)
+    cases = (16, 10_000.0, 4.0), (64, 500_000.0, 1.5 + seed), (8, 100.0 + seed, 1.0)
+    given = [call(student, *case) for case in cases]
+    _judge(given, interpolated, INTERPOLATED_MISTAKES, cases)
     passed("position interpolation: every pair is slowed alike", seed)
 
 
 def check_ntk_aware(student: Student, seed: int = 0) -> None:
     """Exercise 3-9: the first pair as before, the last slowed by the factor."""
-    for case in ((16, 10_000.0, 4.0), (64, 500_000.0, 1.5 + seed), (8, 100.0 + seed, 1.0)):
-        _judge(student, ntk_aware, NTK_MISTAKES, case)
+    cases = (16, 10_000.0, 4.0), (64, 500_000.0, 1.5 + seed), (8, 100.0 + seed, 1.0)
+    given = [call(student, *case) for case in cases]
+    _judge(given, ntk_aware, NTK_MISTAKES, cases)
     passed("NTK-aware: the first pair stays, the last is slowed by the factor", seed)
 
 
 def check_yarn(student: Student, seed: int = 0) -> None:
     """Exercise 3-9: fast pairs stay, slow pairs are slowed, scores sharpened."""
-    for case in (
+    cases = (
         (16, 100_000.0, 2.0, 2048),
         (64, 100_000.0, 3.0 + seed, 8192),
         (128, 500_000.0 + 1000 * seed, 8.0, 4000 + 100 * seed),
         (32, 10_000.0, 4.0, 128),
-    ):
-        found = values(call(student, *case), ("frequencies", "attention_factor"))
-        _judge(lambda *_, f=found: f[0], yarn, RAMP_MISTAKES, case)
-        right = reference(lambda c=case: yarn(*c)[1])
-        known = results(yarn, FACTOR_MISTAKES, lambda f, c=case: f(*c)[1])
-        judge(
-            f"{_named(case)}the attention factor",
-            torch.tensor(number(found[1], "the attention factor")),
-            torch.tensor(right),
-            allowed=1e-5,
-            mistakes=((say, torch.tensor(wrong)) for say, wrong in known),
-        )
+    )
+    found = [values(call(student, *case), ("frequencies", "attention_factor")) for case in cases]
+    _judge([frequencies for frequencies, _ in found], yarn, RAMP_MISTAKES, cases)
+
+    def factors(function: Any) -> Tensor:
+        return torch.tensor([function(*case)[1] for case in cases])
+
+    given = [number(factor, "the attention factor") for _, factor in found]
+    right, known = reference(lambda: factors(yarn)), results(yarn, FACTOR_MISTAKES, factors)
+    of = ", ".join(f"{case[2]:g}" for case in cases)
+    judge(
+        f"the attention factor, for factors of {of},",
+        torch.tensor(given), right, allowed=1e-5, mistakes=known,
+    )  # fmt: skip
     passed("YaRN: fast pairs stay, slow ones are interpolated, scores are sharpened", seed)
 
 
 def _judge(
-    student: Student, solution: Any, table: Iterable[Mistake], case: tuple[Any, ...]
+    given: Sequence[Any],
+    solution: Any,
+    table: Iterable[Mistake],
+    cases: Sequence[tuple[Any, ...]],
 ) -> None:
-    """Judge frequencies by their ratio to the right ones: they differ by powers of ten."""
+    """Judge frequencies by their ratio to the right ones: they differ by powers of ten.
 
-    def run(function: Any) -> Tensor:
-        found = function(*case)
-        return found[0] if isinstance(found, tuple) else found
+    A mistake that explains all cases is named; else one that explains the first wrong case.
+    """
 
-    right, known = reference(lambda: run(solution)), results(solution, table, run)
-    given = tensor(call(student, *case), "the frequencies")
-    ratios = ((say, wrong / right) for say, wrong in known if wrong.shape == right.shape)
-    fits = given.shape == right.shape
-    judge(
-        f"{_named(case)}your frequencies divided by the right ones (all should be 1): the result",
-        given / right if fits else given, torch.ones_like(right), allowed=1e-5, mistakes=ratios,
-    )  # fmt: skip
+    def run(function: Any) -> list[Tensor]:
+        found = [function(*case) for case in cases]
+        return [one[0] if isinstance(one, tuple) else one for one in found]
+
+    right, known = reference(lambda: run(solution)), list(results(solution, table, run))
+    mine = [tensor(one, "the frequencies") for one in given]
+    say = explain(mine, known, _same)
+    for i, case in enumerate(cases):
+        alone = [(s, wrong[i] / right[i]) for s, wrong in known if wrong[i].shape == right[i].shape]
+        fits = mine[i].shape == right[i].shape
+        judge(
+            f"{_named(case)}your frequencies divided by the right ones (all should be 1): "
+            "the result",
+            mine[i] / right[i] if fits else mine[i],
+            torch.ones_like(right[i]),
+            allowed=1e-5,
+            mistakes=[(say, mine[i] / right[i])] if say and fits else alone,
+        )
+
+
+def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    pairs = list(zip(a, b, strict=True))
+    return all(x.shape == y.shape and torch.allclose(x.double(), y, rtol=1e-5) for x, y in pairs)
 
 
 def _named(case: tuple[Any, ...]) -> str:

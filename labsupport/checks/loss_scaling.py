@@ -322,9 +322,11 @@ The masters begin each step with the rounded weights: what was rounded away is l
 updates never add up.
     for master, gradient in zip(masters -> for weight, master, gradient in zip(weights, masters
     master.grad = gradient -> master.grad = gradient; master.copy_(weight.detach())
-The masters are as before the step: did the optimizer step, and are they copied into the weights, not
-the weights into them?
+The masters are as before the step. Has each its gradient (`master.grad`, not the weight's)? Does the
+optimizer step? Are the masters copied into the weights, not the weights into them?
     weight.copy_(master) -> master.copy_(weight)
+The gradients were rounded to the weights' dtype: give them to the masters in float32.
+    master.grad = gradient -> master.grad = gradient.to(weights[0].dtype).float()
 The optimizer steps twice.
     optimizer.step() -> optimizer.step(); optimizer.step()
 You subtract the gradient from the weights, too: the masters alone are changed, the weights follow.

@@ -154,6 +154,8 @@ def check_registered_memory(student: Student) -> None:
         CheckFailed: names the shape of the largest tensor and the operator that made it; or the
             output where nothing is masked is wrong: a stub that computes nothing cannot pass.
     """
+    if str(getattr(student, "__module__", "")).startswith("labsupport.models"):
+        raise CheckFailed("that is a ready function of the lab: write yours.")
     for n_q, kv_heads, is_causal in ((512, 4, True), (512, 4, False), (4, 1, False)):
         q, k, v = _inputs(n_q, 512, kv_heads, seed=0)
         given = (_module(is_causal), q, k, v, None)

@@ -105,8 +105,8 @@ def rehearsed_ring(backward: Any) -> Student:
     )
 
 
-def check_ring_backward(student: Student, seed: int = 0, *, worlds: Sequence[int] = (4, 3)) -> None:
-    """Exercise 3-7: each rank's dq, dk and dv, for four ranks and for three.
+def check_ring_backward(student: Student, seed: int = 0, *, worlds: Sequence[int] = (3, 4)) -> None:
+    """Exercise 3-7: each rank's dq, dk and dv, for three ranks and for four.
 
     Args:
         student: takes dout, q, k, v, out (world, heads, tokens, head_dim) and lse (world, heads,

@@ -27,6 +27,7 @@ from labsupport.checks.verdict import (
     results,
     short,
     tensor,
+    unpack,
 )
 
 NAMES = ("r", "l", "o", "rescaled")
@@ -115,8 +116,25 @@ The mean error is small enough, the largest is not.
     .max() -> .mean()
 An error may have either sign: take its absolute value.
     .abs() ->
-The coefficients are read from the wrong end: the highest power comes first.
+By your count hardly a polynomial is good enough. Does the highest power come first, is the true
+power 2^f and not e^f, and is all of it computed in float64?
     for c in coefficients -> for c in reversed(coefficients)
+f lies between 0 and 1: 2^n takes the rest.
+    linspace(0, 1 -> linspace(-1, 1
+f lies between 0 and 1: n is x rounded down.
+    linspace(0, 1 -> linspace(-0.5, 0.5
+The polynomial is rounded to `dtype` before it is judged: judge it in float64.
+    (p / torch -> (p.to(dtype).double() / torch
+Half of eps is allowed: a rounding moves a number by that much.
+    .eps / 2 -> .eps / 4
+tiny is the smallest number of a dtype, not the distance of two numbers near 1: that is eps.
+    .eps / 2 -> .tiny
+The root of the mean square is small enough, the largest error is not.
+    .abs().max() -> .pow(2).mean().sqrt()
+The least degree is asked for: begin with the first polynomial.
+    for coefficients in polynomials -> for coefficients in reversed(polynomials)
+None of the polynomials is good enough there: return 0.
+    return 0 -> return len(polynomials)
 """)
 
 
@@ -149,6 +167,18 @@ nothing is rescaled, the old r must come back.
     return new, -> return torch.maximum(r, top),
 The threshold is ignored: r follows every new maximum.
     top - r > threshold -> top > r
+The maximum is that of all rows: take the row's own, with dim=-1.
+    s.amax(dim=-1) -> s.amax()
+A score far below 0 is not a high one: take the maximum without abs.
+    s.amax(dim=-1) -> s.abs().amax(dim=-1)
+The threshold is a power of two already, as the scores are: take no logarithm of it.
+    > threshold -> > math.log2(threshold + 1e-30)
+The threshold is a difference of scores, which are powers of two: compare with it, not with 2^it.
+    > threshold -> > 2**threshold
+Where a row has seen no key, its first ones set the reference, too: any score is above -inf.
+    torch.where(rises, -> torch.where(rises & (r > -torch.inf),
+The first two values are swapped: return r, l, o, rescaled.
+    return new, l, -> return l, new,
 Exactly `threshold` above r is not more: keep r there.
     top - r > threshold -> top - r >= threshold
 The threshold counts powers of two, as the scores do: compare without a factor.
@@ -177,6 +207,8 @@ Where no key was seen, -inf - (-inf) is NaN: subtract 0 there.
     new.masked_fill(new == -torch.inf, 0.0) -> new
 A row's first keys count as a rescaling: there was nothing to rescale.
     rises & (r > -torch.inf) -> rises
+Rows that have seen no key yet count as rescaled: they have nothing to rescale.
+    rises & (r > -torch.inf) -> alpha != 1
 `rescaled` marks the rows that were not rescaled.
     rises & (r > -torch.inf) -> ~rises
 """)
@@ -289,6 +321,9 @@ def check_lazy_edges(student: Student, seed: int = 0) -> None:
 
 def _judge(student: Student, arguments: tuple, where: str) -> None:
     judged = ("l", "o", "r", "rescaled")
+    marks = unpack(call(student, *arguments), NAMES)[-1]
+    if marks.dtype != torch.bool:
+        raise CheckFailed(f"rescaled is {short(marks.dtype)}: return one bool for each row.")
     judge_call(student, lazy_update, UPDATE_MISTAKES, arguments, NAMES, judged=judged, where=where)
 
 

@@ -82,6 +82,8 @@ chunk: they go from the last rank to the first.
     *reversed(late) -> *late
 The shards were joined along the batch. The sequence is dimension 1.
     [*early, *reversed(late)], dim=1 -> shards
+The order is right, but the chunks were joined along the batch: pass dim=1, the sequence.
+    [*early, *reversed(late)], dim=1 -> [*early, *reversed(late)]
 """)
 
 

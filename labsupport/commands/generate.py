@@ -45,8 +45,7 @@ def generate_command(
     cache: Annotated[
         str,
         Option(
-            help="dynamic, static, graphed (the lab's fast loop, compiled first), or auto: the "
-            "fastest one here."
+            help="dynamic, static, graphed (the lab's loop for GPUs), or auto: the fastest here."
         ),
     ] = "auto",
     batch: Annotated[int, Option(min=1, help="Run this many copies of the prompt together.")] = 1,
@@ -158,7 +157,7 @@ def generate_command(
         for index, answer in enumerate(done.texts if temperature else done.texts[:1], 1):
             typer.echo(f"[{index}] {answer}" if batch > 1 and temperature else answer)
         typer.echo(f"\n{done}")
-        fastest = fastest_cache(loaded.model, temperature=temperature, steps=verbose > 1)
+        fastest = fastest_cache(loaded.model, steps=verbose > 1)
         if fastest == "graphed" != done.cache:
             typer.echo("hint: --cache graphed has the fastest steps here", err=True)
         result |= _as_dict(done)

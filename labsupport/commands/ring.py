@@ -93,12 +93,15 @@ def bench_command(
         str | None,
         Option(help="contiguous,zigzag. Default: zigzag, and contiguous for one kernel."),
     ] = None,
+    transports: Annotated[
+        str, Option(help="copy_engines,send_receive. Default: the first that works.")
+    ] = "auto",
     directions: Annotated[
         str, Option(help="forward, forward+backward.")
     ] = "forward,forward+backward",
     max_seconds_per_case: Annotated[
         float, Option(help="Seconds for the repeats of each case.")
-    ] = 2.0,
+    ] = 1.0,
     limit: Annotated[
         float | None, Option(help="Seconds for all cases; those not begun by then are skipped.")
     ] = None,
@@ -116,6 +119,7 @@ def bench_command(
     ms: time of the slowest rank. silent: the same without messages. 1 device: the same kernel on
     one shard, alone. of best: ranks times that, divided by the time: 100% is the optimum. native:
     the time of PyTorch's FlashAttention divided by this one. memory: at the peak, without inputs.
+    growth: over one device's for a shard plus the ring's buffers; the mark is 20%.
 
     \b
     labsupport ring bench --processes 2 --save ring-here
@@ -124,7 +128,7 @@ def bench_command(
     import torch
 
     from labsupport.distributed import ring_programs
-    from labsupport.distributed.ring_programs import LAYOUTS, MARKS, table
+    from labsupport.distributed.ring_programs import LAYOUTS, MARKS, TRANSPORTS, table
     from labsupport.profiling.bench import listed
     from labsupport.profiling.provenance import command_line
     from labsupport.profiling.runs import check_run_name, list_runs, save_run
@@ -138,6 +142,7 @@ def bench_command(
         "dtype": dtype,
         "implementations": implementations and listed(implementations, str),
         "layouts": layouts and listed(layouts, str),
+        "transports": listed(transports, str),
         "directions": listed(directions, str),
         "max_seconds_per_case": max_seconds_per_case,
         "limit": limit,
@@ -146,6 +151,7 @@ def bench_command(
     kernels = [*(entry.name for entry in table.KERNELS), *ring_programs.CONTEXT_PARALLEL]
     _check_known("implementations", options["implementations"], kernels)
     _check_known("layouts", options["layouts"], LAYOUTS)
+    _check_known("transports", options["transports"], ("auto", *TRANSPORTS))
     _check_known("directions", options["directions"], ring_programs.DIRECTIONS)
     _check_known("dtype", dtype and [dtype], MARKS)
     _check_heads(options["heads"], options["kv_heads"])

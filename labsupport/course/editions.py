@@ -114,36 +114,6 @@ def _problems(notebook: "NotebookNode") -> Iterator[str]:
         yield 'it has no solution cell (nbgrader metadata "solution": true), so nothing to cut'
 
 
-def _preprocessors() -> list[Any]:
-    from nbgrader import preprocessors as nb
-
-    stubs = {"code_stub": {"python": CODE_STUB}, "text_stub": TEXT_STUB}
-    return [
-        nb.LockCells(),
-        nb.ClearSolutions(**stubs),
-        nb.ClearOutput(),
-        nb.CheckCellMetadata(),
-        nb.ComputeChecksums(),
-        nb.ClearHiddenTests(),
-        nb.ClearMarkScheme(),
-        # Again: hidden tests counted until here, and a student's copy is compared without them.
-        nb.ComputeChecksums(),
-        nb.CheckCellMetadata(),
-    ]
-
-
-def _drop_what_students_do_not_need(notebook: "NotebookNode") -> None:
-    for cell in notebook.cells:
-        cell.metadata = {k: v for k, v in cell.metadata.items() if k in _CELL_METADATA}
-        if cell.metadata.get("nbgrader", {}).get("solution"):
-            # A picture pasted into a written answer is part of the answer.
-            cell.pop("attachments", None)
-    notebook.metadata = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    }
-
-
 def student_edition(notebook: "NotebookNode") -> "NotebookNode":
     """Reduce a solved notebook to what its students get.
 
@@ -160,16 +130,37 @@ def student_edition(notebook: "NotebookNode") -> "NotebookNode":
     problems = list(_problems(notebook))
     if problems:
         raise ReleaseError("; ".join(problems))
+    from nbgrader import preprocessors as nb
+
     edition = copy.deepcopy(notebook)
     resources: dict[str, Any] = {}
-    for preprocessor in _preprocessors():
+    for preprocessor in (
+        nb.LockCells(),
+        nb.ClearSolutions(code_stub={"python": CODE_STUB}, text_stub=TEXT_STUB),
+        nb.ClearOutput(),
+        nb.CheckCellMetadata(),
+        nb.ComputeChecksums(),
+        nb.ClearHiddenTests(),
+        nb.ClearMarkScheme(),
+        # Again: hidden tests counted until here, and a student's copy is compared without them.
+        nb.ComputeChecksums(),
+        nb.CheckCellMetadata(),
+    ):
         try:
             edition, resources = preprocessor.preprocess(edition, resources)
         except Exception as error:
             # nbgrader raises several unrelated kinds. Their first line says what it is about.
             reason = str(error).split("\n")[0]
             raise ReleaseError(f"nbgrader's {type(preprocessor).__name__}: {reason}") from error
-    _drop_what_students_do_not_need(edition)
+    for cell in edition.cells:
+        cell.metadata = {k: v for k, v in cell.metadata.items() if k in _CELL_METADATA}
+        if cell.metadata.get("nbgrader", {}).get("solution"):
+            # A picture pasted into a written answer is part of the answer.
+            cell.pop("attachments", None)
+    edition.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
     return edition
 
 

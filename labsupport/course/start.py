@@ -14,7 +14,6 @@ another Python, is replaced.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 from dataclasses import dataclass, field
@@ -90,7 +89,9 @@ def _start_one(source: Path, report: StartReport, editions: dict[str, str]) -> N
         return
     # In ASCII: half of a character, as some editors leave it, has an escape only.
     text = json.dumps(merged.notebook, indent=1) + "\n"
-    _exchange(copy, was, text, editions[key], merged.conflicts, report)
+    before = _keep(copy, was, editions[key])
+    replace(copy, text)
+    report.upgraded.append(Upgrade(copy, before, merged.conflicts))
 
 
 def _start_checklist(source: Path, report: StartReport, editions: dict[str, str]) -> None:
@@ -112,30 +113,22 @@ def _start_checklist(source: Path, report: StartReport, editions: dict[str, str]
             return
         if not added:
             report.kept.append(copy)
-        elif not _exchange(copy, was, renewed, edition, (), report):
-            return
+        else:
+            before = _keep(copy, was, edition)
+            replace(copy, renewed)
+            report.upgraded.append(Upgrade(copy, before, ()))
     editions[checklist.FILE] = edition
 
 
-def _exchange(
-    copy: Path, was: bytes, text: str, edition: str, conflicts: tuple[str, ...], report: StartReport
-) -> bool:
-    """Replace the copy by the merged text, with the old one saved; True if it was done."""
-    # An upgrade that was interrupted finds the student's file beside, and saves it only once.
-    for number in itertools.count(1):
-        suffix = f"-{number}" if number > 1 else ""
-        before = copy.with_stem(f"{copy.stem}{OLDER_EDITION}{edition[:8]}{suffix}")
-        if not before.exists():
-            write_new(before, was)
-        if before.read_bytes() == was:
-            break
-    # An editor may have saved meanwhile: then the file is newer than what was merged.
-    if copy.read_bytes() != was:
-        report.left_alone[copy] = "it changed while it was being upgraded; start again"
-        return False
-    replace(copy, text)
-    report.upgraded.append(Upgrade(copy, before, conflicts))
-    return True
+def _keep(copy: Path, was: bytes, edition: str) -> Path:
+    """Save what a copy held before its upgrade in a new file beside it."""
+    stem, number = f"{copy.stem}{OLDER_EDITION}{edition[:8]}", 1
+    before = copy.with_stem(stem)
+    while before.exists():
+        number += 1
+        before = copy.with_stem(f"{stem}-{number}")
+    write_new(before, was)
+    return before
 
 
 def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartReport:

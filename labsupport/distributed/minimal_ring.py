@@ -14,7 +14,7 @@ Backward: given the whole row's output and log-sum-exp, a block's backward retur
 of the gradients. dQ adds up where Q is; dK and dV travel with their keys, W hops in all.
 
 `labsupport.distributed.ring` is the complete version: windows, zigzag shards, any kernel, no
-unnecessary hops, errors instead of hangs.
+unnecessary hops, dK and dV sent straight to their own rank, errors instead of hangs.
 
 Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
 Context" (2023), section 3.

@@ -5,15 +5,17 @@ float64 (the oracle). Then the ring computes it from shards, by each kernel that
 the three gradients are judged by their relative errors.
 
 BENCH. A step of all ranks takes as long as the slowest: they begin together, and each takes the
-median of several repeats. The theoretical optimum is W times what one device needs for a shard of
-the same length by the same kernel: under a causal mask, W times the tokens are W^2 times the work,
-on W devices. What is between `without_messages_ms` (the same ring, nothing sent) and `median_ms` is
-communication that did not hide behind the compute.
+median of many repeats. The theoretical optimum is W times what one device needs for a shard of the
+same length by the same kernel: under a causal mask, W times the tokens are W^2 times the work, on W
+devices. What is between `without_messages_ms` (the same ring, nothing sent) and `median_ms` is
+communication that did not hide behind the compute. `memory_growth` is the ring's peak over one
+device's for a shard plus the buffers that a ring needs (`buffer_bytes`): MEMORY_MARK at most.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import platform
@@ -46,8 +48,8 @@ from labsupport.distributed.process_group import (
 from labsupport.distributed.ring import kernels as table
 from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
 from labsupport.distributed.ring.attention import LAYOUTS, last_ring_call, ring_attention
-from labsupport.distributed.ring.plan import Plan
-from labsupport.distributed.ring.transport import Ring
+from labsupport.distributed.ring.plan import Message, Plan
+from labsupport.distributed.ring.transport import TRANSPORTS, Ring
 from labsupport.distributed.ring.zigzag import gather_sequence, shard_sequence
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
@@ -57,12 +59,13 @@ from labsupport.profiling.units import format_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
+MEMORY_MARK = 0.2
 # Largest relative errors: of the output, and of a gradient.
 MARKS = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2), "float16": (1e-2, 5e-2)}
 # (what an error says, what helps); the first that fits is given.
 ADVICE = (
-    ("outofmemory", "fewer tokens per rank (--seqlen), or more ranks: a ring's buffers are twice K "
-     "and V, and twice dK and dV in float32."),
+    ("outofmemory", "fewer tokens per rank (--seqlen), or more ranks: a ring's buffers are three "
+     "times K and V, and with more than two ranks its sums are float32."),
     ("outofresources compilationerror passmanager", "a Triton kernel does not fit or compile on "
      "this GPU: delete ~/.triton/cache, try another --kernel, or python -m benchmarks tune."),
     ("eaddrinuse", "another program has the port: torchrun --standalone, or --master-port 29501."),
@@ -211,6 +214,10 @@ def check(
     ]
     oracle = _one_device([x.double() for x in whole])
     q, k, v, _ = whole
+    automatic, why_not = Ring().connect("auto", (k, v), 1)
+    transports = TRANSPORTS if automatic == "copy_engines" else (automatic,)
+    if why_not:
+        say(f"not copy_engines: {why_not}")
     call = AttentionCall(q.clone().requires_grad_(), k, v, causal=True, return_lse=True)
     for kernel in table.KERNELS:
         if kernels is not None and kernel.name not in kernels:
@@ -219,9 +226,11 @@ def check(
             say(f"{'':11} {kernel.name:12} {'FAILED' if kernels else '-'}: {reasons}")
             failed += [f"{kernel.name} cannot run here: {reasons}"] if kernels else []
             continue
-        for layout in LAYOUTS:
+        for layout, transport in itertools.product(LAYOUTS, transports):
             of, got = f"{layout:11} {kernel.name:12}", list[Tensor]()
-            if problem := attempt(_whole_ring, got, info, layout, kernel.name, whole):
+            of = f"{transport:12} {of}" if transports[1:] else of
+            options = {"layout": layout, "kernel": kernel.name, "transport": transport}
+            if problem := attempt(_whole_ring, got, info, whole, options):
                 say(f"{of} FAILED: {problem}")
                 failed.append(f"{of}: {problem}")
                 continue
@@ -243,13 +252,13 @@ def check(
 
 
 def _whole_ring(
-    got: list[Tensor], info: RankInfo, layout: str, kernel: str, whole: list[Tensor]
+    got: list[Tensor], info: RankInfo, whole: list[Tensor], options: dict[str, Any]
 ) -> None:
     """Put the whole out, dq, dk and dv of a ring into `got`, on every rank."""
-    zigzag = layout == "zigzag"
+    zigzag = options["layout"] == "zigzag"
     *qkv, dout = (shard_sequence(x, info.rank, info.world, zigzag=zigzag) for x in whole)
     qkv = [x.requires_grad_() for x in qkv]
-    out = ring_attention(*qkv, causal=True, layout=layout, kernel=kernel)
+    out = ring_attention(*qkv, causal=True, **options)
     results = [out, *torch.autograd.grad(out, qkv, dout)]
     got += [gather_sequence(x, zigzag=zigzag) for x in results]
 
@@ -287,6 +296,7 @@ def begin_together(info: RankInfo, action: Callable[[], Any]) -> float:
         start = time.perf_counter()
         action()
         return 1e3 * (time.perf_counter() - start)
+    torch.cuda._sleep(10**6)  # half a millisecond in which the program gets ahead of the GPU
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     action()
@@ -302,20 +312,29 @@ def _speeds(info: RankInfo) -> Iterator[str]:
         samples = [begin_together(info, action) for _ in range(repeats + 2)][2:]
         return max(all_gather_object(statistics.median(samples)))
 
-    def hop(message: Tensor) -> Callable[[], None]:
-        sends, receives = [(message, info.rank + 1)], [(message.clone(), info.rank - 1)]
-        return lambda: Ring().post(sends, receives)()
+    def hop(nbytes: int, transport: str) -> Callable[[], None]:
+        ring, half = Ring(), torch.zeros(nbytes // 2, dtype=torch.uint8, device=info.device)
+        ring.connect(transport, (half, half), 1)
+        next_rank, previous = ((info.rank + way) % info.world for way in (1, -1))
+        sends = [(Message("keys", info.rank, next_rank, 0), (half, half))]
+        receives = [(Message("keys", previous, info.rank, 0), (half, half))]
+        return lambda: ring.post(sends, receives)[1]()
 
-    latency = slowest(hop(torch.zeros(2, device=info.device)), repeats=20)
+    half = torch.zeros(4, device=info.device)
+    both = Ring().connect("auto", (half, half), 1)[0] == TRANSPORTS[0]
+    latency = slowest(hop(8, "auto"), repeats=20)
     yield f"a hop of 8 bytes to the next rank: {1e3 * latency:.0f} us"
     for size in (2**20, 2**26, 2**28) if info.device.type == "cuda" else (2**16, 2**20, 2**23):
-        message = torch.zeros(size // 4, device=info.device)
-        each, total = slowest(hop(message)), slowest(lambda x=message: dist.all_reduce(x))
+        message, hops = torch.zeros(size // 4, device=info.device), list[str]()
+        for transport in TRANSPORTS if both else ("send_receive",):
+            each = slowest(hop(size, transport))
+            hops.append(f"a hop by {transport} {format_ms(each)} ms, {size / each / 1e6:.1f} GB/s")
+        total = slowest(lambda x=message: dist.all_reduce(x))
         # Each rank sends and receives 2 (W - 1) / W of the bytes: NCCL's "bus bandwidth".
         bus = 2 * (info.world - 1) / info.world * size
         yield (
-            f"{format_bytes(size)}: a hop {format_ms(each)} ms, {size / each / 1e6:.1f} GB/s each "
-            f"way; all-reduce {format_ms(total)} ms, {bus / total / 1e6:.1f} GB/s"
+            f"{format_bytes(size)}: {'; '.join(hops)} each way; "
+            f"all-reduce {format_ms(total)} ms, {bus / total / 1e6:.1f} GB/s"
         )
 
 
@@ -336,13 +355,13 @@ ON_GPU = (
 ON_CPU = ("native", "flash_torch")
 DIRECTIONS = ("forward", "forward+backward")
 COLUMNS = [
-    *("world", "layout", "implementation", "seqlen_per_rank", "heads", "kv_heads", "head_dim"),
-    *("dtype", "direction", "status", "reason"),
+    *("world", "layout", "implementation", "transport", "seqlen_per_rank", "heads", "kv_heads"),
+    *("head_dim", "dtype", "direction", "status", "reason"),
     *("median_ms", "q1_ms", "q3_ms", "repeats", "iterations_per_s", "tflops"),
     *("single_ms", "efficiency", "of_native", "without_messages_ms"),
-    *("peak_memory_bytes", "single_peak_memory_bytes", "sent_bytes"),
+    *("peak_memory_bytes", "single_peak_memory_bytes", "memory_growth", "sent_bytes"),
 ]
-FEWEST, MOST = 3, 20  # repeats
+FEWEST, MOST = 3, 1000  # repeats
 STATUS = {  # by the error; other errors: "failed"
     "OutOfMemoryError": "out of memory",
     "BackendUnavailableError": "unsupported",
@@ -356,6 +375,7 @@ class Case:
 
     layout: str
     implementation: str
+    transport: str
     seqlen_per_rank: int
     heads: int
     kv_heads: int
@@ -394,7 +414,7 @@ def context_parallel(case: Case, info: RankInfo) -> Iterator[Attend]:
 
 
 def silent_ring(layout: str, kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute a causal ring without messages: a rank alone compiles, allocates, computes alike."""
+    """Compute a causal ring without messages, as if every rank had this rank's keys."""
     ring = _Silent()
     plan = Plan.of(ring.size, q.shape[1], causal=True, zigzag=layout == "zigzag")
     block_kernel = next(entry for entry in table.KERNELS if entry.name == kernel)
@@ -403,12 +423,23 @@ def silent_ring(layout: str, kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Te
 
 
 class _Silent(Ring):
-    def post(self, sends: Any, receives: Any) -> Callable[[], None]:
-        """Fill the buffers on a CPU, where leftover numbers cause warnings; a GPU takes any."""
-        for tensor, _ in receives:
-            if tensor.device.type == "cpu":
-                tensor.zero_()
-        return lambda: None
+    def post(self, sends: Any, receives: Any) -> Any:
+        return {message.what: like for message, like in receives}, lambda: None
+
+
+def buffer_bytes(case: Case, world: int) -> int:
+    """Return what a rank of the ring needs besides one device's memory for its shard.
+
+    That is slots for what arrives, the results of one block beside the sums so far, and with more
+    than two ranks float32 sums and the share that is being sent.
+    """
+    plan = Plan.of(world, case.seqlen_per_rank, causal=True, zigzag=case.layout == "zigzag")
+    head = case.seqlen_per_rank * case.head_dim * getattr(torch, case.dtype).itemsize
+    keys, results = 2 * case.kv_heads * head, case.heads * head
+    if case.direction != "forward":
+        results += keys
+    more = 0 if world <= 2 else results + (keys if case.direction != "forward" else 0)
+    return plan.slots * keys + results + more
 
 
 def measure_ring(
@@ -420,8 +451,9 @@ def measure_ring(
     dtype: str | None = None,
     implementations: Sequence[str] | None = None,
     layouts: Sequence[str] | None = None,
+    transports: Sequence[str] = ("auto",),
     directions: Sequence[str] = DIRECTIONS,
-    max_seconds_per_case: float = 2.0,
+    max_seconds_per_case: float = 1.0,
     limit: float | None = None,
     rows_file: str | Path | None = None,
     say: Callable[[str], Any] = print,
@@ -433,8 +465,9 @@ def measure_ring(
     Returns:
         on rank 0 the table, with provenance: one row per case, its columns are `COLUMNS`. Times
         and memory are the slowest and the fullest rank's; single_ms and single_peak_memory_bytes
-        one device's with the same kernel and a shard's length; sent_bytes the most that one rank
-        sent; tflops of each device; of_native the time of "native" over the row's. `status` is
+        one device's with the same kernel and a shard's length; memory_growth over it and
+        `buffer_bytes`; sent_bytes the most that one rank sent; tflops of each device; of_native the
+        time of "native" over the row's; transport what ran ("" for PyTorch's). `status` is
         "ok", "unsupported", "out of memory", "failed" or "skipped", with a reason. None elsewhere.
     """
     import pandas as pd
@@ -445,28 +478,30 @@ def measure_ring(
     wanted = [(layout, name) for name in names for layout in layouts or ("zigzag",)]
     wanted += [("contiguous", names[0])] if layouts is None else []
     dtype = dtype or ("bfloat16" if on_gpu else "float32")
-    rows, singles, native = list[Row](), dict[Case, Row](), dict[Case, float]()
+    rows, known, native = list[Row](), dict[Case, Row](), dict[Case, float]()
     for case in (
-        Case(layout, name, length, heads, count, head_dim, dtype, direction)
+        Case(layout, name, transport, length, heads, count, head_dim, dtype, direction)
         for layout, name in wanted
         for length in seqlens
         for count in kv_heads
         for direction in directions
+        for transport in ([""] if name in CONTEXT_PARALLEL else transports)
         if name not in CONTEXT_PARALLEL or layout == "zigzag"
     ):
         row: Row = {"world": info.world, "status": "ok", "reason": ""} | asdict(case)
         if limit is not None and max(all_gather_object(time.monotonic() - began)) > limit:
             row |= {"status": "skipped", "reason": f"{limit:g} s are over"}
-        elif problem := _measure(info, case, max_seconds_per_case, singles, row):
+        elif problem := _measure(info, case, max_seconds_per_case, known, row):
             status = next((kind for name, kind in STATUS.items() if name in problem), "failed")
             helps = advice(problem) if status != "unsupported" else None
             row |= {"status": status, "reason": f"{problem} | {helps}" if helps else problem}
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
-        took, same = row.get("median_ms", math.nan), replace(case, implementation="")
+        same = replace(case, implementation="", transport="")
+        took = row.get("median_ms", math.nan)
         if case.implementation == "native":
-            native[same] = took
+            native.setdefault(same, took)
         rows.append(row | {"of_native": native.get(same, math.nan) / took})
         if info.rank == 0:
             say(line(rows[-1]) if rows[1:] else f"{HEADER}\n{line(rows[-1])}")
@@ -474,6 +509,12 @@ def measure_ring(
                 pd.DataFrame(rows, columns=COLUMNS).to_csv(rows_file, index=False)
     if info.rank != 0:
         return None
+    if growths := [row["memory_growth"] for row in rows if "memory_growth" in row]:
+        verdict = "kept" if max(growths) < MEMORY_MARK else "MISSED"
+        say(
+            f"memory above one device's shard plus buffers: {max(growths):+.0%} at most; the mark "
+            f"of {MEMORY_MARK:+.0%} is {verdict}"
+        )
     frame = pd.DataFrame(rows, columns=COLUMNS)
     settings = ("NCCL_", "TORCH_NCCL", "CUDA_DEVICE_MAX_CONNECTIONS")
     frame.attrs["provenance"] = provenance(
@@ -486,9 +527,12 @@ def measure_ring(
 
 
 def _measure(
-    info: RankInfo, case: Case, seconds: float, singles: dict[Case, Row], row: Row
+    info: RankInfo, case: Case, seconds: float, known: dict[Case, Row], row: Row
 ) -> str | None:
-    """Add the measured columns to the row; return what failed: on one rank, so on all."""
+    """Add the measured columns to the row; return what failed: on one rank, so on all.
+
+    `known` has what rows share: one device's, and the ring's without messages.
+    """
     inputs = list[Tensor]()
     is_ring = case.implementation not in CONTEXT_PARALLEL
     name = CONTEXT_PARALLEL.get(case.implementation, case.implementation)
@@ -519,24 +563,28 @@ def _measure(
     if problem := attempt(prepare):
         return problem
     if kernel is not None:
-        alone = replace(case, layout="", implementation=kernel.name)
-        if alone not in singles:
-            single, singles[alone] = partial(attention, causal=True, backend=kernel.backend), {}
+        alone = replace(case, layout="", implementation=kernel.name, transport="")
+        if alone not in known:
+            single, known[alone] = partial(attention, causal=True, backend=kernel.backend), {}
             if tried(single) is None:
-                timings, peak = _timed(info, program(single), seconds / 2)
+                timings, peak = _timed(info, program(single), seconds)
                 middle = statistics.median(timing.median for timing in timings)
-                singles[alone] = {"single_ms": middle, "single_peak_memory_bytes": peak}
-        row |= singles[alone]
+                known[alone] = {"single_ms": middle, "single_peak_memory_bytes": peak}
+        row |= known[alone]
     if is_ring:
-        silent = partial(silent_ring, case.layout, case.implementation)
-        if problem := tried(silent):
-            return problem
-        timings, _ = _timed(info, program(silent), seconds / 2)
-        row["without_messages_ms"] = max(timing.median for timing in timings)
+        same = replace(case, transport="")
+        if same not in known:
+            silent = partial(silent_ring, case.layout, case.implementation)
+            if problem := tried(silent):
+                return problem
+            timings, _ = _timed(info, program(silent), seconds)
+            slowest_ms = max(timing.median for timing in timings)
+            known[same] = {"without_messages_ms": slowest_ms}
+        row |= known[same]
 
     def measure() -> None:
         options = {"layout": case.layout, "kernel": case.implementation, "check_ranks": False}
-        ring = partial(ring_attention, causal=True, **options)
+        ring = partial(ring_attention, causal=True, transport=case.transport, **options)
         with nullcontext(ring) if is_ring else context_parallel(case, info) as attend:
             timings, peak = _timed(info, program(attend), seconds)
         slowest = max(timings, key=lambda timing: timing.median)
@@ -557,6 +605,11 @@ def _measure(
         if is_ring and (report := last_ring_call()) is not None:
             sent = report.traffic.kv_bytes + report.traffic.gradient_bytes
             row["sent_bytes"] = max(all_gather_object(sent))
+            row["transport"] = report.transport
+            row["peak_memory_bytes"] += report.slot_bytes  # they were there before
+            if single := row.get("single_peak_memory_bytes"):
+                needed = single + buffer_bytes(case, info.world)
+                row["memory_growth"] = row["peak_memory_bytes"] / needed - 1
 
     return attempt(measure)
 
@@ -574,22 +627,26 @@ def _timed(info: RankInfo, program: Callable[[], Any], seconds: float) -> tuple[
 
 
 HEADER = (
-    f"{'layout':10} {'implementation':24} {'tokens':>6} {'heads':>6} {'pass':5} {'ms':>7} "
-    f"{'silent':>7} {'1 device':>8} {'of best':>7} {'native':>6} {'TFLOP/s':>7} {'memory':>9}"
+    f"{'layout':10} {'implementation':24} {'by':12} {'tokens':>6} {'heads':>6} {'pass':4} "
+    f"{'ms':>7} {'its/s':>6} {'silent':>7} {'1 device':>8} {'of best':>7} {'native':>6} "
+    f"{'TFLOP/s':>7} {'memory':>9} {'growth':>6}"
 )
 
 
 def line(row: Row) -> str:
     """Return a row under `HEADER`; silent: without messages; of best: efficiency."""
     start = (
-        f"{row['layout']:10} {row['implementation']:24} {row['seqlen_per_rank']:6} "
-        f"{row['heads']}/{row['kv_heads']:<3} {'f+b' if 'back' in row['direction'] else 'f':5}"
+        f"{row['layout']:10} {row['implementation']:24} {row['transport']:12} "
+        f"{row['seqlen_per_rank']:6} {row['heads']}/{row['kv_heads']:<3} "
+        f"{'f+b' if 'back' in row['direction'] else 'f':4}"
     )
     if row["status"] != "ok":
         return f"{start} {row['status']}: {row['reason'][:160]}"
     names = "median_ms", "without_messages_ms", "single_ms"
     ms = [format_ms(row[name]) if name in row else "-" for name in names]
+    growth = f"{row['memory_growth']:+.0%}" if "memory_growth" in row else "-"
     return (
-        f"{start} {ms[0]:>7} {ms[1]:>7} {ms[2]:>8} {row['efficiency']:7.0%} "
-        f"{row['of_native']:6.2f} {row['tflops']:7.3g} {format_bytes(row['peak_memory_bytes']):>9}"
+        f"{start} {ms[0]:>7} {row['iterations_per_s']:6.4g} {ms[1]:>7} {ms[2]:>8} "
+        f"{row['efficiency']:7.0%} {row['of_native']:6.2f} {row['tflops']:7.3g} "
+        f"{format_bytes(row['peak_memory_bytes']):>9} {growth:>6}"
     )

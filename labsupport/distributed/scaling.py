@@ -1,4 +1,4 @@
-"""Predictions for several devices: ring attention and DDP, from compute and links.
+"""Predictions for several devices: ring attention, DDP and FSDP, from compute and links.
 
 A prediction combines the time of one device and the bandwidth of a link, with the schedule of
 `Plan`. It ignores latencies, starting kernels, links that share a switch, and clocks that fall
@@ -10,12 +10,16 @@ travel:
     begin[rank, step + 1] = max(begin[rank, step] + compute[rank, step], messages of this step)
 
 For each pair and head, compute is 4 d FLOPs forward, 10 d backward (two and five products; Dao,
-FlashAttention-2, arXiv 2307.08691, section 4.1). A hop carries K and V; in the backward also dK and
-dV, in float32.
+FlashAttention-2, arXiv 2307.08691, section 4.1). A hop carries K and V. In the backward a rank also
+sends its share of dK and dV to the keys' owner; its messages of a step share its link.
 
 DDP. Gradients become ready at an even rate during the backward, in buckets; each is all-reduced
 when it is ready and the one before is done (Li et al., PyTorch Distributed, arXiv 2006.15704,
 section 3.2). What is not done when the backward ends is exposed.
+
+FSDP. Each block's parameters are gathered while the block before computes, in the forward and in
+the backward; there its gradients are reduced, too, while the next one computes. The first gather
+and the last reduction are exposed. Offloaded shards cross PCIe, and the CPUs' memory limits AdamW.
 """
 
 from __future__ import annotations
@@ -140,15 +144,17 @@ def predict_ring(
             ]
             for rank in range(world)
         ]
-        values = seqlen_per_rank * 2 * kv_heads  # K and V, or dK and dV, in heads of tokens
+        size = 2 * kv_heads * narrow  # of a token's K and V, or dK and dV
         steps, by_rank = list[Counter[tuple[int, int]]](), Counter[int]()
         for messages in plan.messages[: len(plan.route) + backward]:
             step = Counter[tuple[int, int]]()  # bytes by sender and receiver
-            for what, sender, receiver in messages:
+            for what, sender, receiver, _ in messages:
                 if what == "keys" or backward:
-                    size = values * (narrow if what == "keys" else wide)
-                    step[sender, receiver] += size
-                    by_rank[sender] += size
+                    shared = slice(0, seqlen_per_rank)
+                    if what == "gradients":
+                        shared = plan.shared(sender, receiver)
+                    step[sender, receiver] += size * (shared.stop - shared.start)
+                    by_rank[sender] += size * (shared.stop - shared.start)
             steps.append(step)
         total += _end(work, steps, gb_s)
         free += _end(work, steps, math.inf)
@@ -164,7 +170,12 @@ def _end(work: list[list[float]], steps: list[Counter[tuple[int, int]]], gb_s: f
             at + sum(row[step : step + 1])  # in a backward's last step nothing is computed
             for at, row in zip(begin, work, strict=True)
         ]
+        sent, received = Counter[int](), Counter[int]()
         for (sender, receiver), size in messages.items():
+            sent[sender] += size
+            received[receiver] += size
+        for sender, receiver in messages:
+            size = max(sent[sender], received[receiver])
             there = max(begin[sender], begin[receiver]) + size / gb_s / 1e6
             ends[sender], ends[receiver] = max(ends[sender], there), max(ends[receiver], there)
         begin = ends
@@ -207,16 +218,16 @@ def hides_from(
     """
     pairs = 0.5 if balanced_causal else 1.0
     a = pairs * 2 * PRODUCTS[direction] * head_dim * heads / (tflops * 1e12)
-    travels = ELEMENT[dtype] + (4 if direction == "backward" else 0)
+    travels = ELEMENT[dtype] * (2 if direction == "backward" else 1)
     return 2 * (kv_heads or heads) * head_dim * travels / (gb_s * 1e9) / a
 
 
-# --- DDP ------------------------------------------------------------------------------------------
+# --- DDP and FSDP ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class DdpPrediction:
-    """A step under DDP, in ms: all-reduces together, those after the backward's end; efficiency."""
+class StepPrediction:
+    """A training step, in ms: messages together, those that do not hide; efficiency."""
 
     step_ms: float
     communication_ms: float
@@ -226,7 +237,7 @@ class DdpPrediction:
 
 def predict_ddp(
     parameters: int, world: int, *, step_ms: float, gb_s: float = LINKS[0].gb_s
-) -> DdpPrediction:
+) -> StepPrediction:
     """Predict a DDP step with one micro-batch from one device's step.
 
     Args:
@@ -245,7 +256,43 @@ def predict_ddp(
     for bucket in range(buckets):
         done = max(done, backward * (bucket + 1) / buckets) + one
     exposed = done - backward
-    return DdpPrediction(step_ms + exposed, buckets * one, exposed, step_ms / (step_ms + exposed))
+    return StepPrediction(step_ms + exposed, buckets * one, exposed, step_ms / (step_ms + exposed))
+
+
+def predict_fsdp(
+    parameters: int,
+    world: int,
+    *,
+    step_ms: float,
+    blocks: int,
+    dtype: str = "bfloat16",
+    cpu_offload: bool = False,
+    gb_s: float = LINKS[0].gb_s,
+    host_gb_s: float = LINKS[1].gb_s,
+    cpu_gb_s: float = 100.0,
+) -> StepPrediction:
+    """Predict an FSDP step with one micro-batch from one device's step.
+
+    Args:
+        parameters, world, step_ms, gb_s: as for `predict_ddp`.
+        blocks: that are gathered separately.
+        dtype: in which parameters travel; gradients do in float32.
+        cpu_offload: shards in float32 come from the CPU for each gather, gradients go there, and
+            AdamW and the clipping of gradients read and write 40 bytes a parameter there.
+        host_gb_s: of a GPU's link to its host. cpu_gb_s: of the host's memory, for all ranks.
+
+    >>> round(predict_fsdp(1_500_000_000, 8, step_ms=600, blocks=48).exposed_ms, 1)
+    0.4
+    """
+    share = (world - 1) / world * parameters / gb_s / 1e6
+    gather, reduce = ELEMENT[dtype] * share, 4 * share
+    moved = 4 * parameters / world / host_gb_s / 1e6 if cpu_offload else 0.0
+    forward = max(step_ms / 3, gather, moved) + (gather + moved) / blocks
+    backward = max(2 / 3 * step_ms, gather + reduce, moved) + (reduce + moved) / blocks
+    update = 40 * parameters / cpu_gb_s / 1e6 if cpu_offload else 0.0
+    total = forward + backward + update
+    exposed = total - step_ms
+    return StepPrediction(total, 2 * gather + reduce + 3 * moved, exposed, step_ms / total)
 
 
 # --- beside a recorded run ------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from labsupport.plotting.charts import (
     plot_share,
     plot_time,
 )
-from labsupport.plotting.distributed import plot_scaling, plot_timeline
+from labsupport.plotting.distributed import plot_launches, plot_scaling, plot_timeline
 from labsupport.plotting.drawing import STYLES, Reference, style
 from labsupport.plotting.explorer import (
     plot_block_mask,
@@ -51,6 +51,7 @@ __all__ = [
     "plot_block_mask",
     "plot_by_window",
     "plot_dtype_flow",
+    "plot_launches",
     "plot_memory",
     "plot_memory_parts",
     "plot_predictions",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,6 +75,39 @@ def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> 
     return figure
 
 
+def plot_launches(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
+    """Draw when the kernels of recorded calls ran: a panel for each call, a line for each stream.
+
+    Args:
+        table: columns call, start_us, duration_us, stream.
+        title: the finding, as a sentence.
+        small_print: device and sizes.
+
+    >>> import pandas as pd
+    >>> rows = [("textbook", 0.0, 3.0, 7), ("textbook", 9.0, 3.0, 7)]
+    >>> table = pd.DataFrame(rows, columns=["call", "start_us", "duration_us", "stream"])
+    >>> chart = plot_launches(table, title="The GPU waits half of the time")
+    """
+    calls = list(dict.fromkeys(table["call"]))
+    figure = Chart(figsize=(8.6, 1.2 + 0.6 * len(calls)))
+    panels = figure.subplots(len(calls), 1, sharex=True, squeeze=False)[:, 0]
+    words = []
+    for axes, call in zip(panels, calls, strict=True):
+        rows = table[table["call"] == call]
+        for line, (_, own) in enumerate(rows.groupby("stream")):
+            bars = list(zip(own["start_us"], own["duration_us"], strict=True))
+            axes.broken_barh(bars, (line, 0.8), facecolors=SKY if line else BLUE)
+        end = (rows["start_us"] + rows["duration_us"]).max()
+        axes.set_yticks([])
+        axes.set_title(f"{call}: {end:,.0f} µs", fontsize=9, loc="left")
+        plain(axes, "x")
+        words.append(f"{call}: {len(rows)} kernels in {end:,.0f} µs.")
+    panels[-1].set_xlabel("time since the first kernel began (µs)")
+    panels[-1].set_xlim(left=0)
+    figure.say(title, small_print, words)
+    return figure
+
+
 def plot_scaling(
     table: pd.DataFrame,
     *,
@@ -84,7 +117,6 @@ def plot_scaling(
     series: str = "series",
     panel: str | None = None,
     references: Sequence[Reference] = (),
-    names: Mapping[str, str] | None = None,
     small_print: str = "",
 ) -> Chart:
     """Plot a quantity against the number of devices, one line a series, from 0 on.
@@ -99,7 +131,6 @@ def plot_scaling(
             "native, zigzag" and "native, contiguous", share its colour.
         panel: whose values are the panels.
         references: lines to judge by; y a number, or a function of the number of devices.
-        names: what series are called in the legend.
         small_print: device, date, sizes.
 
     Raises:
@@ -123,9 +154,8 @@ def plot_scaling(
             shown = rows[rows[series] == name].sort_values("world")
             if shown[column].notna().sum() == 0:
                 continue
-            label = (names or {}).get(name, str(name))
             axes.plot(
-                shown["world"], shown[column], markersize=7, linewidth=1.8, label=label, **look
+                shown["world"], shown[column], markersize=7, linewidth=1.8, label=name, **look
             )
         draw_references(axes, references, worlds)
         log2_axis(axes, worlds, "number of devices")

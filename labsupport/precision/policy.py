@@ -66,7 +66,7 @@ class FlashAttentionConfig:
         optimizer: master weights and the optimizer's state (`MixedPrecisionOptimizer`).
 
     The default is the usual choice for large models: bfloat16, with float32 for long sums and small
-    changes. `float16()` keeps the residual stream in float32 as well, for its range.
+    changes.
 
     Raises:
         ValueError: not a floating dtype of 16, 32 or 64 bits.

@@ -1,9 +1,8 @@
 """A guard against slower calls: `labsupport bench --save-baseline` and `--check-baseline`.
 
-Theory, chapter 8, says why. A process compares the call with a yardstick, a fixed number of matrix
-products, in turns (T Y T Y ...); `PROCESSES` of them are the baseline and each check (Kalibera and
-Jones, "Rigorous Benchmarking in Reasonable Time", 2013). Their log ratios are compared by Yuen's
-test (Biometrika 61, 1974). d is the difference of the trimmed means:
+A process compares the call with a yardstick, a fixed number of matrix products, in turns;
+`PROCESSES` of them are the baseline and each check. d is the difference of the trimmed means of
+their log ratios (Yuen's test; theory, chapter 8):
 
     slower       d > log(1 + tolerance), and d > 0 is significant
     unchanged    d <= log(1 + tolerance), and d < log(1 + 2 tolerance) is significant

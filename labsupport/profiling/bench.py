@@ -116,19 +116,14 @@ def one_case(
     shape |= {name: value for name, value in own.items() if value is not None}
     direction = DIRECTIONS[1] if grad else DIRECTIONS[0]
     case = Case(backend, dtype=dtype_named(dtype, device), direction=direction, **shape)
-    if backend == "auto":
-        return replace(case, backend=chosen_backend(case, device))
+    if backend == "auto":  # whichever a call of 32 tokens takes
+        small = replace(case, batch=1, seqlen=32, kv_seqlen=32)
+        call_of(small, make_inputs(small, device))()
+        return replace(case, backend=last_call().backend)  # type: ignore[union-attr]
     known = [state.name for state in available_backends(device=device)]
     if backend not in known:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(known)}")
     return case
-
-
-def chosen_backend(case: Case, device: torch.device) -> str:
-    """The backend that `backend="auto"` takes for such a case, by a call of 32 tokens."""
-    small = replace(case, backend="auto", batch=1, seqlen=32, kv_seqlen=32)
-    call_of(small, make_inputs(small, device))()
-    return last_call().backend  # type: ignore[union-attr]
 
 
 def measurable_backends(device: torch.device) -> list[str]:

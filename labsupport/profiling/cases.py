@@ -1,10 +1,8 @@
 """Cases to measure: one case, a grid of cases, and the FLOPs of each.
 
-The FLOPs of a forward pass are 4 * batch * heads * head_dim * (visible query-key pairs): two matrix
-products, Q K^T and P V, of 2 FLOPs per multiply-add.  A causal mask counts only what it leaves
-visible.  Forward plus backward counts 3.5 times as much: the backward recomputes S and needs four
-more products (FlashAttention-2 paper, section 4.1).  Every implementation is charged the same
-FLOPs, not what it really executes, so that TFLOP/s compare times.
+Forward: 4 * batch * heads * head_dim * (visible query-key pairs). Forward plus backward counts 3.5
+times as much (FlashAttention-2 paper, section 4.1). Every implementation is charged the same FLOPs,
+not what it really executes, so that TFLOP/s compare times.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import sys
@@ -19,7 +20,6 @@ from labsupport.profiling.provenance import package_version
 
 Capability = tuple[int, int]
 
-MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
 NOTEBOOK_RAM_GIB = 6  # what the heaviest notebook may use
 FREE_DISK_GIB = 2  # checkpoints, recorded runs, a second copy of the notebooks
@@ -52,7 +52,7 @@ def diagnose(quick: bool = False) -> list[Check]:
     ram = psutil.virtual_memory()
     remedy = "close other programs and shut down idle notebook kernels"
     found = [
-        check_python(sys.version_info[:3]),
+        Check("Python", "ok", f"{platform.python_version()} ({sys.executable})"),
         _check_room("Memory", ram.available, ram.total, NOTEBOOK_RAM_GIB, remedy),
         judge_torch(torch_version, torch_cuda_version(), nvidia_driver()),
         *_check_folders(),
@@ -62,15 +62,6 @@ def diagnose(quick: bool = False) -> list[Check]:
     # Before PyTorch starts on the GPU, as this process would be one of its users then.
     health = check_health()
     return [*found, *(check_device() if torch_version else []), *health]
-
-
-def check_python(version: tuple[int, ...]) -> Check:
-    """Check that a version of Python is new enough."""
-    text, wanted = (".".join(map(str, numbers)) for numbers in (version, MIN_PYTHON))
-    if version[:2] < MIN_PYTHON:
-        remedy = f"install Python {wanted} or newer, remove .venv, then: {LAB}"
-        return Check("Python", "fail", f"{text}; the lab needs {wanted} or newer", remedy)
-    return Check("Python", "ok", f"{text} ({sys.executable})")
 
 
 def _check_room(name: str, free: int, total: int, wanted_gib: int, remedy: str) -> Check:

@@ -15,6 +15,7 @@ import platform
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ class Ceilings:
 
 
 @functools.cache
-def read_specs(path: Path | None = None) -> tuple[HardwareSpec, ...]:
+def read_specs() -> tuple[HardwareSpec, ...]:
     """The rows of data/hardware.csv.
 
     Raises:
@@ -103,8 +104,7 @@ def read_specs(path: Path | None = None) -> tuple[HardwareSpec, ...]:
     kind_of: dict[str, Any] = {
         column.name: kinds.get(str(column.type), str) for column in fields(HardwareSpec)
     }
-    path = data_dir() / "hardware.csv" if path is None else path
-    with path.open(newline="", encoding="utf-8") as file:
+    with (data_dir() / "hardware.csv").open(newline="", encoding="utf-8") as file:
         return tuple(
             HardwareSpec(**{name: kind(row[name].strip()) for name, kind in kind_of.items()})
             for row in csv.DictReader(file)
@@ -221,11 +221,10 @@ def measure_ceilings(device: torch.device | str | None = None) -> Ceilings:
     with warn_if_busy():
         for name in [*fastest] * ROUNDS:
             if name == "copy":
-                try:
-                    call, amount = _copy(copied, where)
-                except torch.OutOfMemoryError:
-                    copied //= 8
-                    call, amount = _copy(copied, where)
+                # Bytes that a copy reads and writes.
+                source = torch.ones(copied, dtype=torch.uint8, device=where)
+                call, amount = partial(torch.empty_like(source).copy_, source), 2.0 * copied
+                del source
             else:
                 call, amount = _product(name, where)
             timing = measure_time(call, device=where, warmup=1, min_repeats=3, max_seconds=0.1)
@@ -233,13 +232,6 @@ def measure_ceilings(device: torch.device | str | None = None) -> Ceilings:
             del call  # and its tensors
     rates = {name: fastest[name] for name in dtypes}
     return Ceilings(detect_device(where).name, fastest["copy"] * 1e3, rates)
-
-
-def _copy(nbytes: int, device: torch.device) -> tuple[Callable[[], Any], float]:
-    """A copy, and the bytes that it reads and writes."""
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source), 2.0 * nbytes
 
 
 def _product(name: str, device: torch.device) -> tuple[Callable[[], Any], float]:

@@ -1,17 +1,13 @@
 """Memory that a call needs beyond what was there before it.
 
 `measure_peak_memory` counts every allocation that a call makes, views excluded and the scratch
-space inside a kernel included, on a CPU as well as on a GPU:
-
-* On a CPU, PyTorch's profiler reports each allocation (+bytes) and each release (-bytes) in order,
-  exactly. Not counted: buffers that a library takes from the system itself (packed matrices inside
-  a BLAS), and the release of what existed before the call.
-* On a GPU, the caching allocator keeps a peak of the bytes requested; it hands out a little more,
-  in blocks of 512.
+space inside a kernel included: on a CPU by PyTorch's profiler (not what a BLAS takes from the
+system itself, nor the release of what existed before), on a GPU by the caching allocator's
+requested bytes.
 
 `LargestTensor` tells whether an N x N matrix was ever written. `trace_tensors` counts the bytes
-that operators must pass to one another through the large memory: a kernel may read an input more
-than once, and a cache may save some of it; what happens inside of one operator is not seen.
+that operators must pass to one another through the large memory; what happens inside of one
+operator is not seen.
 """
 
 from __future__ import annotations
@@ -291,7 +287,11 @@ class TensorTrace(LargestTensor):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
         result = super().__torch_dispatch__(func, types, args, kwargs)
         # _unsafe_view and its like are views that their schema does not call so.
-        shared = _storages(result) & _storages((args, kwargs)) and not func._schema.is_mutable
+        after, before = (
+            {tensor.untyped_storage()._cdata for tensor in stored_tensors(value)}
+            for value in (result, (args, kwargs))
+        )
+        shared = after & before and not func._schema.is_mutable
         moves = isinstance(func, torch._ops.OpOverload) and not func.is_view and not shared
         if moves and func.namespace != "prim":  # prim::device asks, and moves nothing
             name = func._schema.name.split("::")[-1]
@@ -325,12 +325,6 @@ def _nbytes(value: Any) -> int:
             sizes = [n for n, step in zip(sizes, tensor.stride(), strict=True) if step != 0]
         total += math.prod(sizes) * tensor.element_size()
     return total
-
-
-def _storages(value: Any) -> set[int]:
-    leaves, _ = torch.utils._pytree.tree_flatten(value)
-    dense = (x for x in leaves if isinstance(x, torch.Tensor) and x.layout == torch.strided)
-    return {x.untyped_storage()._cdata for x in dense}
 
 
 @contextmanager

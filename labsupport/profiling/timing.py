@@ -2,15 +2,13 @@
 
 The first calls pay for compiling and caching: they are thrown away. A call is repeated until the
 notch of a box plot, 1.57 * IQR / sqrt(n), is at most `precision` of the median (McGill, Tukey and
-Larsen, "Variations of Box Plots", 1978). A machine drifts, so `measure_ratio` runs two calls in
-turns (A B A B ...) and takes the ratio of each pair. On a CPU a call of less than a millisecond
-counts as the fastest of a few in a row: if one loses its core to another process, it takes ten
-times as long, and on a busy machine the median of such calls is no better.
+Larsen, "Variations of Box Plots", 1978). `measure_ratio` runs two calls in turns (A B A B ...) and
+takes the ratio of each pair. On a CPU a call of less than a millisecond counts as the fastest of a
+few in a row, since one may lose its core to another process.
 
-On a GPU the time is taken between two of its own events. The L2 cache is overwritten between two
-calls, so that every call finds its inputs in the main memory, as it would inside a model
-(`triton.testing.do_bench` does the same). Short calls follow a few that do not count, which keep
-the GPU busy while Python starts the one that does.
+On a GPU the time is taken between two of its own events, with the L2 cache overwritten between two
+calls (as in `triton.testing.do_bench`). Short calls follow a few that do not count, which keep the
+GPU busy while Python starts the one that does.
 """
 
 from __future__ import annotations

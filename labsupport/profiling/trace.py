@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SPAN = "the traced call"
+# Operators whose work the profiler shows under the name of another, which they call.
+_DONE_BY = {"clone": "copy_", "_to_copy": "copy_"}
 
 
 class Trace:
@@ -46,11 +48,8 @@ class Trace:
         wall_ms: from the start of the call until the device had finished, under the profiler.
     """
 
-    def __init__(
-        self, profiler: profile, device: torch.device, moved: Mapping[str, int] | None = None
-    ) -> None:
-        self.device, self.profiler = device, profiler
-        self._moved = moved or {}
+    def __init__(self, profiler: profile, device: torch.device, moved: Mapping[str, int]) -> None:
+        self.device, self.profiler, self._moved = device, profiler, moved
         results = profiler.profiler.kineto_results  # type: ignore[union-attr]
         spans = [e for e in results.events() if e.name() == SPAN]
         span = next(e for e in spans if e.device_type() == DeviceType.CPU)
@@ -158,7 +157,9 @@ def trace(
     if torch.autograd._profiler_enabled():
         raise RuntimeError("a profiler is active here already: trace outside of it")
     fn()  # for what happens only once: compiling, workspaces
-    moved = _moved_bytes(fn) if count_bytes else None
+    moved: dict[str, int] = defaultdict(int)
+    for name, (_, read, written) in trace_tensors(fn).operators.items() if count_bytes else ():
+        moved[_DONE_BY.get(name, name)] += read + written
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (where.type == "cuda")
     options = {"record_shapes": True, "with_flops": True, "profile_memory": True}
     now(where)
@@ -171,15 +172,3 @@ def trace(
         now(where)
     del result
     return Trace(seen, where, moved)
-
-
-# Operators whose work the profiler shows under the name of another, which they call.
-_DONE_BY = {"clone": "copy_", "_to_copy": "copy_"}
-
-
-def _moved_bytes(fn: Callable[[], Any]) -> dict[str, int]:
-    """Call `fn()`; return the bytes that its operators read and wrote, by name."""
-    moved: dict[str, int] = defaultdict(int)
-    for name, (_, read, written) in trace_tensors(fn).operators.items():
-        moved[_DONE_BY.get(name, name)] += read + written
-    return moved

@@ -155,8 +155,9 @@ class MemoryOptions:
         loss_chunk: tokens at a time through the classifier; None makes all the logits.
         head_chunk: key/value heads at a time, each with its query heads, through the norm, their
             projections and attention, which the backward pass computes again; None means all.
-        offload: with `checkpoint` on a GPU: move what it stores to host memory, and
-            back one block ahead of the backward pass (`labsupport.training.memory.HostStore`).
+        offload: with `checkpoint`: move what it stores to host memory, and back one block ahead of
+            the backward pass (`labsupport.training.memory.HostStore`). With `head_chunk`, the
+            results of attention move there, too, and attention is not computed again.
         residual: dtype of the residual stream, and so of what `checkpoint` keeps. None leaves it as
             the embedding returns it: in its weights' dtype, or a precision policy's.
 

@@ -164,11 +164,11 @@ class Decoder(nn.Module):
         if self.savings.residual is not None:
             x = x.to(self.savings.residual)
         again = self.savings.checkpoint and torch.is_grad_enabled()
+        store = HostStore(x.device) if again and self.savings.offload else None
         # A block's input is all that is saved here; what is inside is computed again later.
-        away = again and self.savings.offload and x.is_cuda
-        with HostStore(x.device) if away else nullcontext():
+        with nullcontext() if store is None else store.hooks():
             for block in self.blocks:
-                inputs = (x, turn, cu_seqlens, self.savings)
+                inputs = (x, turn, cu_seqlens, self.savings, store)
                 # Nothing in a block is random: no generator's state to keep.
                 x = _checkpointed(block, *inputs) if again else block(*inputs)
         return self.norm(x)
@@ -196,13 +196,19 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = norm(config), Mlp(config)
 
     def forward(
-        self, x: Tensor, turn: Turn, cu_seqlens: Tensor | None, savings: MemoryOptions
+        self,
+        x: Tensor,
+        turn: Turn,
+        cu_seqlens: Tensor | None,
+        savings: MemoryOptions,
+        store: HostStore | None,
     ) -> Tensor:
         """Map (batch, seqlen, width) to the same, in the same dtype."""
         if savings.head_chunk is None:
             change = self.attention(self.attention_norm(x), turn, cu_seqlens, savings.attention)
         else:
-            change = self.attention.in_groups(x, self.attention_norm, turn, cu_seqlens, savings)
+            norm = self.attention_norm
+            change = self.attention.in_groups(x, norm, turn, cu_seqlens, savings, store)
         x = _add(x, change)
         change = in_chunks(lambda part: self.mlp(self.mlp_norm(part)), x, savings.mlp_chunk)
         return _add(x, change)
@@ -233,8 +239,12 @@ class Attention(nn.Module):
         turn: Turn,
         cu_seqlens: Tensor | None,
         savings: MemoryOptions,
+        store: HostStore | None,
     ) -> Tensor:
-        """Return `self(norm(x), ...)`, with `head_chunk` key/value heads in memory at a time."""
+        """Return `self(norm(x), ...)`, with `head_chunk` key/value heads in memory at a time.
+
+        With a store attention itself runs once: the backward pass takes its results from there.
+        """
         size, heads, keys = self.config.head_dim, self.config.heads, self.config.key_heads
         chunk, each = savings.mlp_chunk, heads // keys
 
@@ -256,7 +266,8 @@ class Attention(nn.Module):
             q, k, v = (one.unflatten(-1, (-1, size)) for one in qkv.split(widths, -1))
             if turn is not None:
                 q, k = turn(q), turn(k)
-            return _attend(q, k, v, cu_seqlens, savings.attention)
+            with nullcontext() if store is None else store.results((self, first)):
+                return _attend(q, k, v, cu_seqlens, savings.attention)
 
         step = savings.head_chunk or keys
         run = _checkpointed if torch.is_grad_enabled() else lambda function, *args: function(*args)

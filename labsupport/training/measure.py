@@ -6,6 +6,7 @@ Weights, gradients and AdamW's states are float32. Batch 1, random tokens, seed 
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -72,7 +73,8 @@ def measure_training(
         memory", "unsupported") and reason; kernel, what ran; median_ms, q1_ms, q3_ms, repeats;
         tokens_per_s; attention_tflops, if attention took all of the time: a lower bound of its
         speed, recomputation not counted; peak_memory_bytes, weights and states included;
-        predicted_bytes; loss. Provenance in `.attrs["provenance"]`.
+        reserved_bytes, of a GPU's allocator at the peak; predicted_bytes; loss.
+        Provenance in `.attrs["provenance"]`.
     """
     import pandas as pd
     from tqdm.auto import tqdm
@@ -118,7 +120,10 @@ def measure_training(
             measured(*case) for case in tqdm(cases, disable=not progress, unit="case", leave=False)
         ]
     table = pd.DataFrame(rows)
-    table.attrs["provenance"] = provenance(place, limit_bytes=bound, parameters=config.parameters)
+    table.attrs["provenance"] = provenance(
+        place, limit_bytes=bound, parameters=config.parameters,
+        allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+    )  # fmt: skip
     return table
 
 
@@ -133,7 +138,10 @@ def _timed(step: TrainingStep, device: torch.device, max_seconds: float) -> dict
 
     # A step of a million tokens takes minutes: what only the first step does, a short one does too.
     step.warm_up()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     memory = measure_peak_memory(clocked, device=device, warmup=0)
+    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
     report = last_call()
     median = q1 = q3 = 1000 * seconds[-1]
     repeats = 1
@@ -150,6 +158,7 @@ def _timed(step: TrainingStep, device: torch.device, max_seconds: float) -> dict
         "q3_ms": q3,
         "repeats": repeats,
         "peak_memory_bytes": step.standing_bytes + memory.peak_bytes,
+        "reserved_bytes": reserved,
         "loss": losses[0],
     }
 

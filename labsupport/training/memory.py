@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from labsupport.profiling.memory import cap_gpu_memory, format_bytes
@@ -61,62 +63,95 @@ def in_chunks(fn: Callable[[Tensor], Tensor], x: Tensor, size: int | None) -> Te
 
 
 class HostStore:
-    """A context in which tensors saved for the backward pass move to the host's memory.
+    """Host memory for one forward pass: what autograd saves, and the results of attention.
 
-    Each is copied to pinned memory, on a separate stream, while the forward pass goes on. The
-    backward pass asks for them in the opposite order: with each, the copy of the next one begins.
+    On a GPU that memory is pinned, and a separate stream copies while kernels run. `hooks` moves
+    what is saved inside of it. `results` makes attention run once: each later call, by which a
+    checkpoint recomputes it, takes the output and the log-sum-exp from here.
 
     Args:
-        device: of the tensors. On a CPU they are copied and nothing is gained.
-        least: bytes; smaller tensors stay.
+        device: of the tensors. On a CPU they stay where they are.
+        least: bytes; smaller tensors stay, too.
     """
 
     def __init__(self, device: torch.device, least: int = 2**20) -> None:
         self.device, self.least = device, least
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.parked: list[Tensor] = []
         self.coming: dict[int, tuple[Tensor, Any]] = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.park, self.fetch)
+        self.leaving: Tensor | None = None
+        self.found: dict[Any, list[Any]] = {}
 
-    def __enter__(self) -> HostStore:
-        """Begin to move what is saved."""
-        self.hooks.__enter__()
-        return self
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return a context: tensors saved in it wait here, and come back one ahead."""
+        return torch.autograd.graph.saved_tensors_hooks(self.park, self.fetch)
 
-    def __exit__(self, *error: Any) -> None:
-        """Leave what is saved from here on where it is."""
-        self.hooks.__exit__(*error)
+    def results(self, key: Any) -> TorchDispatchMode:
+        """Return a context: fused attention runs in the first one of a key only."""
+        return _Results(self, self.found.setdefault(key, []))
 
-    def park(self, x: Tensor) -> Tensor | int:
-        """Copy x to the host's memory; return its place there."""
-        if x.nbytes < self.least:
-            return x
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=self.stream is not None)
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            x.record_stream(self.stream)  # its memory is not given to others before the copy
-        with torch.cuda.stream(self.stream):
-            host.copy_(x, non_blocking=True)
-        self.parked.append(host)
+    def park(self, x: Tensor) -> int:
+        """Begin to copy x to the host's memory; return its place there."""
+        self.parked.append(self.copy_out(x))
         return len(self.parked) - 1
 
-    def fetch(self, place: Tensor | int) -> Tensor:
-        """Return the tensor of a place on the device, and begin to copy the one before it."""
-        if isinstance(place, Tensor):
-            return place
-        x, copied = self.coming.pop(place, None) or self._bring(place)
-        if place and place - 1 not in self.coming:
-            self.coming[place - 1] = self._bring(place - 1)
-        if copied is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(copied)
-            x.record_stream(current)
+    def fetch(self, place: int) -> Tensor:
+        """Return the tensor of a place, and begin to copy the one before it, which is next."""
+        found = self.coming.pop(place, None) or self.copy_in(self.parked[place])
+        if place and not self.found:  # results of attention would wait for that copy
+            self.coming[place - 1] = self.copy_in(self.parked[place - 1])
+        return self.arrived(*found)
+
+    def copy_out(self, x: Tensor) -> Tensor:
+        """Begin to copy x to the host's memory, if that is worth it."""
+        if self.stream is None or x.nbytes < self.least:
+            return x.detach()
+        host = torch.empty_like(x, device="cpu", pin_memory=True)
+        self._wait()
+        self.leaving = x.detach()  # until the stream has been waited for
+        with torch.cuda.stream(self.stream):
+            return host.copy_(x, non_blocking=True)
+
+    def copy_in(self, host: Tensor) -> tuple[Tensor, Any]:
+        """Begin to copy a tensor to the device; return it, and the event of its arrival."""
+        if self.stream is None or host.device == self.device:
+            return host.detach(), None  # of a tensor that autograd has seen it would keep the graph
+        x = torch.empty_like(host, device=self.device)
+        self._wait()
+        with torch.cuda.stream(self.stream):
+            x.copy_(host, non_blocking=True)
+        return x, self.stream.record_event()
+
+    def arrived(self, x: Tensor, event: Any) -> Tensor:
+        """Return x; kernels wait for its arrival."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
         return x
 
-    def _bring(self, place: int) -> tuple[Tensor, Any]:
-        with torch.cuda.stream(self.stream):
-            x = self.parked[place].to(self.device, non_blocking=True, copy=True)
-        return x, None if self.stream is None else self.stream.record_event()
+    def _wait(self) -> None:
+        """Let kernels and copies wait for each other: memory is taken again after its last use."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self.stream)
+        self.stream.wait_stream(current)
+        self.leaving = None
+
+
+class _Results(TorchDispatchMode):
+    """Runs fused attention and stores what it returns, or returns what is stored, call by call."""
+
+    def __init__(self, store: HostStore, found: list[Any]) -> None:
+        super().__init__()
+        self.store, self.found, self.calls = store, found, iter(found[:])
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+        if not any(name in str(func) for name in ("_scaled_dot_product_", "flash_triton_forward")):
+            return func(*args, **(kwargs or {}))
+        store = self.store
+        if (stored := next(self.calls, None)) is not None:
+            return tree_map_only(Tensor, lambda x: store.arrived(*store.copy_in(x)), stored)
+        results = func(*args, **(kwargs or {}))
+        self.found.append(tree_map_only(Tensor, store.copy_out, results))
+        return results
 
 
 # --- the loss in chunks ---------------------------------------------------------------------------

@@ -41,8 +41,8 @@ def memory(panels):
     lines, bars = panels
     strategies = STRATEGIES[1:]  # all under autocast
     looks = zip(
-        (d.BLACK, d.BLUE, d.RED, d.ORANGE, d.PINK, d.GREEN),
-        ("-", "-", "--", "-", "--", "-"),
+        (d.BLACK, d.BLUE, d.RED, d.ORANGE, d.PINK, d.GREEN, d.BLUE),
+        ("-", "-", "--", "-", "--", "-", ":"),
         strict=True,
     )
     plans = {
@@ -95,7 +95,7 @@ def memory(panels):
         plans[strategy.name][LENGTHS[-1]].peak_bytes for strategy in (strategies[1], strategies[-1])
     )
     return (
-        "Without the square, the linear terms are the wall; four more remedies divide them by "
+        "Without the square, the linear terms are the wall; five more remedies divide them by "
         f"{first / last:.0f}",
         "Lines and bars: computed by labsupport.training.planner. GPT-2 small's shape (124M, "
         "rotary positions), batch 1, bfloat16 autocast, AdamW, on a GPU.\n"

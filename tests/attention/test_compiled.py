@@ -28,10 +28,11 @@ from labsupport.attention.kernels.autograd import backward, forward
 from labsupport.attention.kernels.common import run_kernel
 from labsupport.attention.kernels.config import Geometry, decode_tiling
 from labsupport.attention.kernels.decode import MERGED_AT_ONCE, _decode_merge, _decode_split
-from labsupport.attention.kernels import backward as plain_backward, backward_gluon, forward_gluon
+from labsupport.attention.kernels import backward as plain_backward
+from labsupport.attention.kernels import backward_gluon, forward_fp8, forward_gluon
 from labsupport.attention.kernels.template import softmax_update, with_update_kernel
 
-found = {"template": [], "decode": [], "gluon": {}, "backward": [], "launches": []}
+found = {"template": [], "decode": [], "gluon": {}, "backward": [], "fp8": [], "launches": []}
 
 # --- a function that is given to a kernel
 
@@ -47,7 +48,7 @@ for capability, head_dim, rows in json.loads(sys.argv[1]):
     config = decode_tiling(rows, head_dim, torch.bfloat16)
     constants = {"HEAD_DIM": head_dim, "D": head_dim, "BLOCK_SPLITS": MERGED_AT_ONCE}
     constants |= {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, "PRECISION": "ieee"}
-    constants |= {"LEFT": True, "RIGHT": True, "ALIBI": True}
+    constants |= {"LEFT": True, "RIGHT": True, "ALIBI": True, "EARLY": capability >= 90}
     split = _decode_split, config.warps, config.stages
     for kernel, warps, stages in (split, (_decode_merge, 4, 3)):
         built = triton.compile(
@@ -77,7 +78,9 @@ torch.cuda.get_device_properties = lambda device: type("", (), {"multi_processor
 warm_up = lambda kernel, tensors, key, rest: (
     lambda programs, named: built.append(kernel.warmup(**tensors, **named, grid=(programs,)))
 )(*rest())
-forward_gluon.run_kernel = backward_gluon.run_kernel = plain_backward.run_kernel = warm_up
+gluon = forward_gluon, backward_gluon, plain_backward
+for module in (*gluon, forward_fp8):
+    module.run_kernel = warm_up
 for case, (head_dim, geometry, config) in cases.items():
     q = torch.empty(*((4096,) if geometry.packed else (2, 4096)), 4, head_dim).bfloat16()
     lse = torch.empty(*q.shape[:-3], 4, 4096)
@@ -94,6 +97,16 @@ for case, (head_dim, geometry, config) in cases.items():
         ptx = built[1].asm["ptx"]
         found["backward"].append([built[1].metadata.shared, *map(ptx.count, names)])
         built.clear()
+
+# --- the instructions of the kernel in FP8
+
+for head_dim in (64, 128):
+    q, lse = torch.empty(2, 4096, 4, head_dim).bfloat16(), torch.empty(2, 4, 4096)
+    forward_fp8.launch(q, q, q, q, lse, Geometry(0.1, right=0), 0.1, q[0, :head_dim, 0])
+    ptx = built[-1].asm["ptx"]
+    names = "m64n128k32.f32.e4m3.e4m3", f"m64n{head_dim}k32.f32.e4m3.e4m3", "bfly"
+    found["fp8"].append([machine_code(built[-1])[1], *map(ptx.count, names)])
+    built.clear()
 
 # --- a second launch, which takes the cache: everything but the compiler and the GPU is real
 
@@ -126,7 +139,7 @@ def twice(call):
         found["launches"].append(name)
 
 q, k = torch.randn(2, 70, 4, 64).half(), torch.randn(2, 90, 2, 64).half()
-for module in (forward_gluon, backward_gluon, plain_backward):
+for module in (*gluon, forward_fp8):
     module.run_kernel = run_kernel
 geometry = Geometry(0.1, 3, 0, gluon=True)
 out, lse = forward(q, k, k, geometry)
@@ -136,6 +149,7 @@ for geometry, hopper in ((Geometry(0.1, 5, 0, torch.rand(2, 4)), False), (Geomet
     out, lse = forward(q, k, k, geometry, hopper=hopper)
     twice(lambda: forward(q, k, k, geometry, hopper=hopper))
     twice(lambda: backward(out, q, k, k, out, lse, geometry, hopper=hopper))
+twice(lambda: forward_fp8.launch(q, k, k, out, lse, Geometry(0.1, right=0), 0.1, q[0, :64, 0]))
 
 print(json.dumps(found))
 """
@@ -191,8 +205,15 @@ def test_gluons_backward_fits_and_starts_the_products_and_copies_it_should(compi
     assert wide[3] == narrow[3] == 2
 
 
+def test_fp8_does_not_spill_and_weights_reach_the_second_product_in_their_threads(compiled):
+    # Twice, with and without a mask: S takes head_dim / 32 instructions and O 128 / 32. Numbers
+    # change their threads only for the maximum and the sum of two rows, in two steps each.
+    assert compiled["fp8"] == [[0, 2 * 2, 2 * 4, 16], [0, 2 * (4 + 4), 2 * (4 + 4), 16]]
+
+
 def test_a_cached_launch_passes_the_arguments_of_the_first_one(compiled):
     plain = ["_attn_fwd", "_bwd_preprocess", "_bwd_dkdv", "_bwd_dq"]
     hopper = ["_hopper_fwd", "_bwd_preprocess", "_hopper_dkdv", "_hopper_dq"]
     gluon = ["_gluon_fwd", "_bwd_preprocess", "_gluon_bwd", "_round"]
-    assert compiled["launches"] == [*gluon, *plain, *hopper]
+    fp8 = ["_quantise"] * 3 + ["_fp8_fwd"]
+    assert compiled["launches"] == [*gluon, *plain, *hopper, *fp8]

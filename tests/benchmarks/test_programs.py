@@ -9,9 +9,10 @@ import pytest
 import torch
 from typer.main import get_command
 
-from benchmarks import agreement, generation, predictor
+from benchmarks import agreement, generation, predictor, trace
 from benchmarks.__main__ import PROGRAMS, main, parser_of
 from benchmarks.training import last_that_runs
+from labsupport.analysis import nsight
 from labsupport.cli import app
 from labsupport.profiling import runs
 from labsupport.profiling.cases import Case
@@ -35,6 +36,23 @@ def test_the_commands_of_recorded_runs_parse():
         else:
             assert module == "benchmarks"
             assert parser_of(arguments[0]).parse_args(arguments[1:]).save, name
+
+
+def test_a_timeline_has_each_call_from_zero_on_and_ncus_reasons_are_rows(saved, capsys):
+    assert main(["trace", "--seqlen", "32", "--device", "cpu", "--save", "small"]) == 0
+    assert "bmm" in capsys.readouterr().out
+    calls = saved("small").groupby("call")
+    assert set(calls.groups) == {"textbook", "textbook, CUDA graph", "FlashAttention"}
+    assert (calls.start_us.min() == 0).all()
+    assert (calls.duration_us.min() >= 0).all()
+
+    stall = "{}".join(nsight.STALL)
+    launch = {"kernel": "void pytorch_flash::fwd<4>(int)", stall.format("wait"): 2.5, "ID": 0.0}
+    assert trace.reasons([launch]) == [
+        {"launch": 0, "kernel": "fwd", "reason": "wait", "cycles": 2.5}
+    ]
+    names = ("void at::native::(anonymous namespace)::f<1>(int)", "Memcpy HtoD (Pinned -> Device)")
+    assert [trace.short_name(name) for name in names] == ["f", "Memcpy HtoD"]
 
 
 def test_every_program_is_listed_with_what_it_measures(capsys):
@@ -123,7 +141,7 @@ def test_the_search_finds_the_longest_that_runs_whatever_the_guess():
 
 
 def test_speeds_stand_beside_their_ceilings(capsys, saved, monkeypatch):
-    monkeypatch.setattr(generation, "LOOPS", ("transformers, static cache", "graphed"))
+    monkeypatch.setattr(generation, "LOOPS", ("transformers, static cache", "loop, dynamic cache"))
     monkeypatch.setattr(generation, "TRAINING", ("eager", "fa4"))
     monkeypatch.setattr(generation, "REPEATS", 1)
     monkeypatch.setitem(generation.MAX_SECONDS, "cpu", 0.01)
@@ -131,7 +149,8 @@ def test_speeds_stand_beside_their_ceilings(capsys, saved, monkeypatch):
     table = saved("small")
     assert table.attrs["provenance"]["copy_gb_s"] > 0
     by_part = dict(list(table.groupby("what")))
-    decode, prefill, training = (by_part[what] for what in generation.PARTS)
+    decode, prefill, encoder, training = (by_part[what] for what in generation.PARTS)
+    assert (encoder.status == "ok").all(), encoder.reason.tolist()
     assert (decode.status == "ok").all(), decode.reason.tolist()
     assert decode.tokens_per_s.tolist() == pytest.approx(
         (decode.batch * 1000 / decode.median_ms).tolist()

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from benchmarks import decode, loop_orders, resources
+from benchmarks import decode, fp8, loop_orders, resources
 from benchmarks.__main__ import main, parser_of
 from benchmarks.traffic import kernel_bytes
 from labsupport.attention.kernels import mode, version1
@@ -22,6 +22,20 @@ def measure(program, options):
     options = parser_of(program.__name__.split(".")[-1]).parse_args(options.split())
     table = program.measure(options)
     return table, program.show(table, options)
+
+
+# --- fp8 -----------------------------------------------------------------------------------------
+
+
+def test_errors_of_textbook_attention_grow_from_float16_to_fp8_and_refusals_are_rows():
+    options = "--device cpu --seqlen 64 --tokens 64 --error-seqlen 64 --head-dim 64"
+    table, printed = measure(fp8, options)
+    for _, rows in table[table.data != "timed"].groupby("data"):
+        errors = rows.set_index("implementation").relative_error
+        half, quarter = errors["textbook bfloat16"], errors["textbook FP8, one scale"]
+        assert 4 * errors["textbook float16"] < half < quarter / 4
+        assert errors[["fp8", "fp8 rotated"]].isna().all()
+    assert "fp8 rotated: unsupported: attention in FP8 needs a GPU" in printed
 
 
 # --- decode and loop_orders ----------------------------------------------------------------------
@@ -79,6 +93,15 @@ def test_both_loop_orders_are_measured_and_agree_or_are_not_compared(monkeypatch
     _, printed = measure(loop_orders, options)
     assert "failed: AssertionError" in printed
     assert "order_ratio" not in printed
+
+
+def test_version_one_moves_each_row_of_o_m_and_l_once_for_each_block_of_keys_that_it_sees():
+    tiles = KernelConfig(64, 64, 4, 1)
+    shape = loop_orders.LoopShape(batch=2, heads=3, seqlen=256, head_dim=64, causal=False)
+    assert loop_orders.rewritten_bytes(shape, tiles) == 4 * 6 * 256 * (64 + 2) * 4 * 2
+    causal = loop_orders.LoopShape(batch=1, heads=1, seqlen=256, head_dim=62, causal=True)
+    seen = 256 + 192 + 128 + 64  # rows that see each of four blocks of keys
+    assert loop_orders.rewritten_bytes(causal, tiles) == seen * 64 * 4 * 2
 
 
 # --- tune ----------------------------------------------------------------------------------------

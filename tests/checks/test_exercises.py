@@ -25,6 +25,7 @@ from labsupport.checks import (
     merging,
     nan_layer,
     planning,
+    profiles,
     registered,
     ring_backward,
     rotary,
@@ -164,6 +165,10 @@ SOLVED = {
         "smallest_degree": (checks.check_smallest_degree,),
     },
     "ex-4-7-lazy": {"lazy_update": UPDATE},
+    "ex-4-8-profile": {
+        "launch_gap": (checks.check_launch_gap,),
+        "stall": (checks.check_stall,),
+    },
 }
 FUNCTIONS = [(cell, name, some) for cell, names in SOLVED.items() for name, some in names.items()]
 WITHOUT_SEED = {
@@ -328,6 +333,8 @@ def clock(median):
     (checks.check_exp2_bits, two_tricks.exp2_by_bits, two_tricks.BIT_MISTAKES),
     (checks.check_smallest_degree, two_tricks.smallest_degree, two_tricks.DEGREE_MISTAKES),
     (UPDATE, two_tricks.lazy_update, two_tricks.UPDATE_MISTAKES),
+    (checks.check_launch_gap, profiles.launch_gap, profiles.GAP_MISTAKES),
+    (checks.check_stall, profiles.stall, profiles.STALL_MISTAKES),
 )
 def test_each_mistake_gets_its_own_diagnosis(check, student, said):
     assert said in diagnosis(check, student)

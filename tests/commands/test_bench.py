@@ -28,9 +28,10 @@ def test_bench_prints_and_writes_times_speed_memory_and_the_ceiling(tmp_path):
     for part in (wanted, "n=3", "kernel", "time     min", "median", "speed    peak", "memory",
                  "ceiling"):  # fmt: skip
         assert part in said
-    files = ["--json", "-", "--csv", tmp_path / "a.csv"]
-    written = json.loads(program("bench", "--seqlen", 64, *SMALL, "--repeats", 3, *files).stdout)
-    assert written["results"][0]["seqlen"] == 64
+    typed = ["--causal", "--dtype", "fp16", "--json", "-", "--csv", tmp_path / "a.csv"]
+    written = json.loads(program("bench", "--seqlen", 64, *SMALL, "--repeats", 3, *typed).stdout)
+    (row,) = written["results"]
+    assert (row["seqlen"], row["causal"], row["dtype"]) == (64, True, "float16")
     assert written["provenance"]["device_kind"] == "cpu"
     assert pd.read_csv(tmp_path / "a.csv").repeats.tolist() == [3]
 

@@ -7,7 +7,6 @@ import sys
 import nbformat
 import pytest
 
-from labsupport.course import merge, start
 from labsupport.course.start import STATE_FILE, start_work
 
 
@@ -56,40 +55,6 @@ def test_a_newer_edition_is_merged_into_the_copy_which_is_saved_as_it_was(folder
     copy.write_bytes(mine + b"\n")  # the old file again, put back by hand
     (again,) = start_work(work, folder).upgraded
     assert (upgrade.before.read_bytes(), again.before.read_bytes()) == (mine, mine + b"\n")
-
-
-def test_an_upgrade_that_was_interrupted_between_two_writes_is_done_again(
-    folder, work, change, monkeypatch
-):
-    copy = start_work(work, folder).created[0]
-    mine = edit(copy)
-    change(0, "# Squares, revised")
-    with monkeypatch.context() as patch:
-        patch.setattr(start, "replace", lambda path, text: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            start_work(work, folder)
-    assert copy.read_bytes() == mine
-    (upgrade,) = start_work(work, folder).upgraded
-    assert upgrade.before.read_bytes() == mine
-    assert len(list(work.glob("*.older-edition-*"))) == 1
-
-
-def test_a_copy_that_is_saved_during_the_upgrade_is_left_as_saved(
-    folder, work, change, monkeypatch
-):
-    copy = start_work(work, folder).created[0]
-    saved = edit(copy) + b" "
-    change(0, "# Squares, revised")
-    merge_really = merge.merge
-
-    def meanwhile(mine, newer):
-        copy.write_bytes(saved)
-        return merge_really(mine, newer)
-
-    monkeypatch.setattr(merge, "merge", meanwhile)
-    report = start_work(work, folder)
-    assert (report.upgraded, copy.read_bytes()) == ([], saved)
-    assert "changed while" in report.left_alone[copy]
 
 
 @pytest.mark.parametrize("other", [b"not json", b"\xff\xfe", b"[" * 100_000, b"[1, 2]", b"{}"])

@@ -29,7 +29,7 @@ from labsupport.distributed.ring import (
 from labsupport.distributed.ring.algorithm import RingCall, ring_backward, ring_forward
 from labsupport.distributed.ring.kernels import FLASH_TORCH, KERNELS
 from labsupport.distributed.ring.merge_kernel import launch_merge
-from labsupport.distributed.ring.merging import added, merge_into
+from labsupport.distributed.ring.merging import Total, merge_into
 from labsupport.distributed.ring.transport import TOTAL, Ring
 from tests.attention.cases import gradients, make_model_qkv, to_math_layout
 
@@ -145,19 +145,20 @@ def test_the_triton_kernels_interpreted_give_the_same(workers):
     assert_like_one_device(workers, 2, function="triton", **options)
 
 
-def test_bfloat16_results_are_rounded_once_at_the_end(workers):
-    """Partial outputs, dQ, dK and dV add up in float32: only O, which D is made of, is rounded."""
+def test_bfloat16_results_are_rounded_once_at_the_end_and_shares_that_travel_obey_the_rule(workers):
+    """Partial outputs and dQ add up in float32: only O, which D is made of, is rounded."""
     inputs = make_model_qkv(1, 64, 64, 2, 2, 16, dtype=torch.bfloat16)
     dout = torch.randn(1, 64, 2, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
     options = {"causal": True, "kernel": "flash_torch"}
-    (out, _, *got), _ = distributed(workers, 4, inputs, dout, **options)
+    (out, _, dq, *_), _ = distributed(workers, 4, inputs, dout, **options)
     q, k, v, dout = (x.detach().float().transpose(1, 2) for x in (*inputs, dout))
     exact, lse = flash_attention_forward(q, k, v, True)
     rounded = exact.bfloat16().float()
-    wanted = exact, *flash_attention_backward(dout, q, k, v, rounded, lse, True)
-    for result, value in zip((out, *got), wanted, strict=True):
+    exact_dq = flash_attention_backward(dout, q, k, v, rounded, lse, True)[0]
+    for result, value in ((out, exact), (dq, exact_dq)):
         half_a_unit = value.abs() * 2**-8 * 1.001 + 1e-6
         assert ((result.float().transpose(1, 2) - value).abs() <= half_a_unit).all()
+    assert_like_one_device(workers, 4, length=16, dtype=torch.bfloat16, causal=True)
 
 
 # --- the minimal one ------------------------------------------------------------------------------
@@ -280,9 +281,9 @@ def diary_of(rank, group, q, k, v):
 
     class Watched(Ring):
         def post(self, sends, receives):
-            wait, some = super().post(sends, receives), bool(sends or receives)
-            diary.extend(["post"] * some)
-            return lambda: (diary.extend(["wait"] * some), wait())
+            arriving, wait = super().post(sends, receives)
+            diary.append("post")
+            return arriving, lambda: (diary.append("wait"), wait())
 
     def noted(compute):
         return lambda *args: (diary.append("compute"), compute(*args))[1]
@@ -424,9 +425,11 @@ def test_a_part_is_merged_or_added_into_its_rows(dtype, merge):
     assert torch.isinf(lse[0, 1, 33 + 5])
     assert (out[0, 33 + 5, 1] == 0).all()
     assert torch.equal(out[:, :33], before[:, :33])
-    total, wanted = before.clone(), before.clone()
+    total, wanted = Total(before, 3), before.clone()
+    total.add(slice(0, 70), before.clone())
+    total.add(rows, part)
     wanted[:, rows] += part.float()
-    assert torch.equal(added(total, total, rows, part), wanted)
+    assert torch.equal(total.result(), wanted)
 
 
 @BY_KERNEL_AND_BY_PYTORCH
@@ -442,10 +445,19 @@ def test_a_large_log_sum_exp_does_not_overflow(merge):
 
 def test_the_first_part_of_a_gradient_fills_the_rest_with_zeros():
     like, part = draw(1, 6, 2, 8).half(), draw(1, 2, 2, 8, seed=1).half()
-    total = added(None, like, slice(2, 4), part)
-    assert total.dtype == torch.float32
-    assert torch.equal(total[:, 2:4], part.float())
-    assert not total[:, :2].any()
-    assert not total[:, 4:].any()
-    heads_first = draw(1, 2, 6, 8).transpose(1, 2)
-    assert added(None, heads_first, slice(0, 6), heads_first).is_contiguous(), "it will be sent"
+    total = Total(like, 2)
+    total.add(slice(2, 4), part)
+    assert total.value.dtype == torch.float32
+    assert torch.equal(total.value[:, 2:4], part.float())
+    assert not total.value[:, :2].any()
+    assert not total.value[:, 4:].any()
+
+
+def test_two_parts_of_16_bits_are_rounded_once_and_three_add_up_in_float32():
+    parts = [draw(1, 6, 2, 8, seed=seed).half() for seed in range(3)]
+    for count, dtype in ((2, torch.float16), (3, torch.float32)):
+        total = Total(parts[0], count)
+        for part in parts[:count]:
+            total.add(slice(0, 6), part.clone())
+        assert total.value.dtype == dtype
+        assert torch.equal(total.result(), sum(part.float() for part in parts[:count]).half())

@@ -40,14 +40,23 @@ def test_every_rank_gets_the_keys_it_needs_exactly_once_and_gradients_go_home():
             assert len(owners) == len(set(owners)), plan
             needed = {owner for owner in range(plan.world_size) if plan.table[rank][owner]}
             assert needed <= set(owners), plan
-        # Gradients end where their keys were needed last.
-        homes = [m for messages in plan.messages for m in messages if m.what == "home"]
+        # Each share of an owner's gradients goes to it, once.
+        shares = [m for messages in plan.messages for m in messages if m.what == "gradients"]
         for owner in range(plan.world_size):
-            needed_last = []
-            for ways in ([d for d in plan.route if d > 0], [d for d in plan.route if d < 0]):
-                ranks = [(owner + distance) % plan.world_size for distance in ways]
-                needed_last += [rank for rank in ranks if plan.table[rank][owner]][-1:]
-            assert [m.sender for m in homes if m.receiver == owner] == needed_last, plan
+            users = {rank for rank in range(plan.world_size) if plan.table[rank][owner]} - {owner}
+            assert sorted(m.sender for m in shares if m.receiver == owner) == sorted(users), plan
+
+
+def test_a_message_arrives_in_a_slot_that_nothing_else_uses():
+    for plan in PLANS:
+        for rank in range(plan.world_size):
+            keys = [None]  # the slot of those that each step computes with
+            for step, messages in enumerate(plan.messages):
+                slots = {m.what: m.slot for m in messages if m.receiver == rank}
+                used = [keys[step], *slots.values()]
+                assert len(used) == len(set(used)) <= 4, plan
+                assert max(slots.values(), default=0) < max(plan.slots, 1)
+                keys.append(slots.get("keys"))
 
 
 def test_the_block_pairs_of_all_ranks_make_up_the_whole_mask_with_each_pairs_distance():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbclient import NotebookClient
 from typer.testing import CliRunner
 
 from grader import exam, release
@@ -477,6 +478,35 @@ def test_in_the_exam_no_stand_in_that_a_page_names_passes_a_check(whole_exam, tm
     passed = {name for cell in cells for name, _ in cell} - failed - {""}
     # The repaired line of an optional exercise without points: any right kernel may do it.
     assert {name for name in passed if "check_careful_attention" not in name} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("solved", [True, False], ids=["solved", "unsolved"])
+def test_each_cell_of_an_exam_runs_or_says_in_a_line_what_it_waits_for(
+    whole_exam, tmp_path, monkeypatch, path, solved
+):
+    for one in NOTEBOOKS:  # the second reads functions of the first
+        given = nbformat.read(whole_exam / "notebooks" / one.name, as_version=4)
+        for cell, answer in zip(given.cells, nbformat.read(one, as_version=4).cells, strict=True):
+            if solved and answer.metadata.get("nbgrader", {}).get("solution"):
+                cell.source = answer.source
+        nbformat.write(given, tmp_path / one.name)
+    monkeypatch.setenv("PYTHONPATH", str(whole_exam))
+    notebook = nbformat.read(tmp_path / path.name, as_version=4)
+    notebook.cells.append(nbformat.v4.new_code_cell("print(checks.__file__)"))
+    folder = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=600, allow_errors=True, resources=folder).execute()
+    assert notebook.cells[-1].outputs[0].text.startswith(str(whole_exam))
+    waits = ["not part of the exam edition", "waits for one above"]
+    waits += [] if solved else ["waits for", "is not written yet"]
+    for number, cell in enumerate(notebook.cells):
+        for output in cell.get("outputs", ()):
+            if output.output_type == "error":
+                said = "\n".join(output.traceback).splitlines()
+                assert len(said) <= 2, f"cell {number}: {said[-20:]}"
+                assert any(words in " ".join(said) for words in waits), f"cell {number}: {said}"
+            assert not re.search(r"\bnan (times|MiB|ms)\b", output.get("text", "")), number
 
 
 # One line of each solution, wrong, and the words by which the check names that.

@@ -7,15 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from labsupport.models.generation import compare, cuda_graph
 from labsupport.models.generation.compare import compare_attention, oracle_logits, prompt_logits
 from labsupport.models.generation.cuda_graph import GraphedDecoder
 from labsupport.models.generation.generate import fastest_cache, generate, prefill_and_decode
 from labsupport.models.generation.memory import MemorySampler
-from labsupport.models.generation.prompts import batch_of, encode
-from labsupport.models.generation.steps import LlamaStep
+from labsupport.models.generation.prompts import Sampler, batch_of, encode
 from labsupport.models.integration import register_attention, set_attention
 from tests.models.tiny import ROWS, TEXTS, lively, own, tiny, words
 
@@ -75,13 +73,11 @@ def test_each_row_stops_at_its_own_end_and_the_loop_when_all_have(llama, tokeniz
     end = free[1][at]  # another row goes on beyond it
     ending = words(eos_token=f"w{end:02}", pad_token="w00")
     cut = [row[: row.index(end) + 1] if end in row else row for row in free]
-    for cache in ("dynamic", "graphed"):
-        done = generate(llama, ending, TEXTS, max_new_tokens=30, cache=cache)
-        assert done.token_ids == cut
-        alone = generate(llama, ending, TEXTS[1], max_new_tokens=30, cache=cache)
-        assert alone.token_ids == [free[1][: at + 1]]
-        assert f"w{end:02}" not in alone.text.split()
-    assert len(generate(llama, ending, TEXTS[1], max_new_tokens=30).step_s) == at
+    assert generate(llama, ending, TEXTS, max_new_tokens=30).token_ids == cut
+    alone = generate(llama, ending, TEXTS[1], max_new_tokens=30)
+    assert alone.token_ids == [free[1][: at + 1]]
+    assert f"w{end:02}" not in alone.text.split()
+    assert len(alone.step_s) == at
     whole = generate(llama, ending, TEXTS, max_new_tokens=30, stop_at_end=False)
     assert whole.token_ids == free
 
@@ -109,9 +105,10 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_runs(tokenizer):
     model.register_forward_pre_hook(lambda *call: ran.append(1))
     with pytest.raises(ValueError, match=r"12 tokens of text and 5 new .* 16 positions"):
         generate(model, tokenizer, [TEXTS[0], "w02 " * 12], max_new_tokens=5)
-    for cache in ("dynamic", "graphed"):
-        with pytest.raises(ValueError, match=r"a token 70, and the model's embedding has 61 rows"):
-            generate(model, words(80), "w05 w70", cache=cache)
+    with pytest.raises(ValueError, match=r"a token 70, and the model's embedding has 61 rows"):
+        generate(model, words(80), "w05 w70")
+    with pytest.raises(ValueError, match="the graphed loop needs a GPU"):
+        generate(model, tokenizer, "w02", cache="graphed")
     assert not ran
     assert generate(model, tokenizer, "w02 " * 12, max_new_tokens=4).new_tokens == 4
 
@@ -136,7 +133,7 @@ def test_a_real_model_answers_alike_with_every_cache_in_a_chat(smollm2):
         cache: generate(
             smollm2.model, smollm2.tokenizer, question, chat=True, max_new_tokens=8, cache=cache
         )
-        for cache in ("dynamic", "graphed")
+        for cache in ("dynamic", "static")
     }
     assert "Paris" in answers["dynamic"].text
     assert len({answer.text for answer in answers.values()}) == 1
@@ -156,67 +153,49 @@ LLAMA3 = {
 SHARED = {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 16}
 
 
-@pytest.mark.parametrize("options", [{}, SHARED | {"rope_parameters": LLAMA3}])
-def test_the_logits_of_a_step_and_the_tokens_are_those_of_the_model(options):
-    model = lively("llama", **options)
-    ids = torch.tensor([[5, 9, 17, 3, 44, 21, 50, 2]])
-    expected = model(ids).logits[0]
-    step = LlamaStep(model, 8)
-    past = {}  # of each layer, keys and values grown by hand
-
-    def attend(layer, q, k, v):
-        new = torch.stack([k, v])[:, :, :, None]
-        past[layer] = torch.cat([past[layer], new], 3) if layer in past else new
-        out = F.scaled_dot_product_attention(q[:, :, None], *past[layer], enable_gqa=True)
-        return out.flatten(1)
-
-    with torch.no_grad():
-        for position in range(ids.shape[1]):
-            logits = step(ids[:, position], torch.tensor([position]), attend)
-            torch.testing.assert_close(logits[0], expected[position], rtol=1e-4, atol=1e-4)
-    batch = batch_of(ROWS, "cpu")
-    decoder = GraphedDecoder(model, batch=3, length=26)
-    for rows in (ROWS, ROWS[::-1]):  # a decoder is used again, and remembers nothing
-        batch = batch_of(rows, "cpu")
-        assert decoder.run(batch, 20).tokens == prefill_and_decode(model, batch, 20).tokens
-    with pytest.raises(ValueError, match=r"3 rows of 26 tokens, but 3 of 6 \+ 21 were given"):
-        decoder.run(batch, 21)
+@pytest.mark.parametrize("rows", [ROWS, ROWS[1:2]], ids=["rows", "one row"])
+@pytest.mark.parametrize("options", [{}, SHARED | {"rope_parameters": LLAMA3}], ids=["", "shared"])
+def test_the_logits_of_a_step_and_the_tokens_are_those_of_the_model(options, rows):
+    model = lively("llama", num_hidden_layers=1, **options)
+    batch = batch_of(rows, "cpu")
+    decoder = GraphedDecoder(model, batch=len(rows), length=9)
+    tokens = decoder.run(batch, 3).tokens
+    assert tokens == prefill_and_decode(model, batch, 3).tokens
+    for logits, row, new in zip(decoder.step.logits, rows, tokens, strict=True):
+        expected = model(torch.tensor([row + new[:-1]])).logits[0, -1]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def watched(decoder):
-    """The spans of a decoder's steps, as it runs."""
-    spans, advance = [], decoder._run_step
-    decoder._run_step = lambda span: (spans.append(span), advance(span))
-    return spans
-
-
-def test_the_cache_is_read_up_to_a_bound_that_grows(monkeypatch):
-    monkeypatch.setattr(cuda_graph, "FIRST_SPAN", 4)
-    model, batch = lively("llama"), batch_of(ROWS, "cpu")
-    decoder = GraphedDecoder(model, batch=3, length=20)
-    assert decoder.spans == [4, 8, 16, 20]
-    spans = watched(decoder)
-    assert decoder.run(batch, 14).tokens == prefill_and_decode(model, batch, 14).tokens
-    # The prompt fills 6 slots; the first step writes the seventh and sees seven.
-    assert spans == [8] * 2 + [16] * 8 + [20] * 3
-    monkeypatch.setattr(cuda_graph, "CHECK_EVERY", 4)  # the end of all rows is noticed soon
-    done = decoder.run(batch, 14, ends=range(61))
-    assert [len(row) for row in done.tokens] == [1, 1, 1]
-    assert len(spans) == 13  # no further step
+def test_a_graphed_decoder_is_used_again_and_notices_the_end_of_all_rows(monkeypatch):
+    monkeypatch.setattr(cuda_graph, "CHECK_EVERY", 2)
+    model, batch = lively("llama", num_hidden_layers=1), batch_of(ROWS, "cpu")
+    decoder = GraphedDecoder(model, batch=3, length=10)
+    with pytest.raises(ValueError, match=r"3 rows of 10 tokens, but 3 of 6 \+ 5 were given"):
+        decoder.run(batch, 5)
+    steps, advance = [], decoder._advance
+    decoder._advance = lambda: (steps.append(1), advance())
+    free = prefill_and_decode(model, batch, 4).tokens
+    ends = {row[1] for row in free}
+    done = decoder.run(batch, 4, ends=tuple(ends)).tokens
+    assert done == prefill_and_decode(model, batch, 4, ends=tuple(ends)).tokens
+    assert len(steps) == 2
+    other = batch_of(ROWS[::-1], "cpu")
+    assert decoder.run(other, 2).tokens == prefill_and_decode(model, other, 2).tokens
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("compile", [False, True])
-def test_on_a_gpu_a_replayed_graph_computes_the_same(compile, monkeypatch):
-    monkeypatch.setattr(cuda_graph, "FIRST_SPAN", 16)
+def test_on_a_gpu_a_replayed_graph_computes_the_same():
     model, batch = lively("llama").cuda(), batch_of(ROWS, "cuda")
     assert fastest_cache(model) == "graphed"
-    assert fastest_cache(model, temperature=1.0) == fastest_cache(model, steps=True) == "dynamic"
-    assert fastest_cache(lively("gpt2").cuda()) == "dynamic"
-    decoder = GraphedDecoder(model, batch=3, length=46, compile=compile)
-    assert len(decoder.graphs) == 3
+    assert fastest_cache(model, steps=True) == fastest_cache(lively("gpt2").cuda()) == "dynamic"
+    decoder = GraphedDecoder(model, batch=3, length=46)
     for _ in range(2):
         assert decoder.run(batch, 40).tokens == prefill_and_decode(model, batch, 40).tokens
+    sample = Sampler(model.device, temperature=1.0, top_k=20, seed=1)
+    decoder = GraphedDecoder(model, batch=3, length=46, sample=sample)
+    one, same = (decoder.run(batch, 40).tokens for _ in range(2))
+    sample.seed = 2
+    assert one == same != decoder.run(batch, 40).tokens
 
 
 # --- two kinds of attention -----------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """A decoder has the shape it says, sees what it may, and saves memory without another result."""
 
 import copy
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
@@ -151,6 +153,7 @@ SAVINGS = [
     MemoryOptions(loss_chunk=7),
     MemoryOptions(head_chunk=3),
     MemoryOptions("standard", True, 7, 7, torch.float32, head_chunk=1),
+    MemoryOptions("auto", True, 7, 7, torch.float32, head_chunk=1, offload=True),
 ]
 
 
@@ -174,7 +177,8 @@ def test_what_is_saved_in_host_memory_comes_back_one_ahead():
 
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     (expected,) = torch.autograd.grad(layers(x), x)
-    with HostStore(x.device, least=0) as store:
+    store = HostStore(x.device)
+    with store.hooks():
         loss = layers(x)
     assert len(store.parked) == 3
     store.fetch(2)
@@ -183,6 +187,31 @@ def test_what_is_saved_in_host_memory_comes_back_one_ahead():
     assert torch.equal(given, expected)
     with pytest.raises(ValueError, match="checkpoint=True, too"):
         MemoryOptions(offload=True)
+
+
+class Calls(TorchDispatchMode):
+    """Counts attention's two passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.passes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "_scaled_dot_product_" in str(func):
+            self.passes["backward" if "backward" in str(func) else "forward"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("documents", [1, 3])
+def test_attention_runs_once_where_its_results_wait_in_host_memory(documents):
+    ids, labels = shifted(1, 24)
+    ends = None if documents == 1 else torch.tensor([0, 9, 10, 24], dtype=torch.int32)
+    groups = SMALL.layers * SMALL.heads * documents
+    for offload, passes in ((True, 1), (False, 3)):  # forward, the block again, the group again
+        saving = MemoryOptions("sdpa_flash", True, 7, head_chunk=1, offload=offload)
+        with Calls() as calls:
+            model("gpt2", saving)(ids, labels, cu_seqlens=ends).backward()
+        assert calls.passes == {"forward": passes * groups, "backward": groups}
 
 
 @pytest.mark.parametrize(("shape", "residual"), [("gpt2", torch.bfloat16), ("llama", None)])

@@ -53,6 +53,7 @@ slow = pytest.mark.slow
         pytest.param(LLAMA, 256, FLASH_TORCH, BF16, {}, marks=slow),
         (SHALLOW, 128, FLASH, None, {"accumulation": 2}),
         (SHALLOW, 512, replace(ALL, residual=BF16, head_chunk=1), BF16, {}),
+        (GPT2, 1024, replace(ALL, mlp_chunk=512, head_chunk=2, offload=True), None, {}),
         (LLAMA, 256, CHECKPOINT, BF16, {}),
     ],
 )

@@ -7,6 +7,7 @@
     decode         one or a few queries against a long cache: programs share the keys
     forward_gluon, backward_gluon   both passes for Hopper GPUs once more, with different jobs for
                    groups of warps
+    forward_fp8    the forward for Hopper GPUs in 8 bits, and the rounding before it
     version1       the forward in the order of FlashAttention's first version, for comparison
     template       the forward with the softmax update left to its caller: an exercise
     config         block sizes, warps, stages and splits

@@ -62,7 +62,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from labsupport.attention.kernels.autograd import can_be_described
 from labsupport.attention.kernels.backward import launch_preprocess
@@ -71,12 +70,12 @@ from labsupport.attention.kernels.common import (
     SIZES,
     Arguments,
     blocks_of,
-    row_steps,
+    describe,
     run_kernel,
     sizes,
 )
 from labsupport.attention.kernels.config import Geometry, positive_scale
-from labsupport.attention.kernels.forward_gluon import DTYPES, tile_layout
+from labsupport.attention.kernels.forward_gluon import descriptor
 
 ROWS = gl.constexpr(64)  # keys of a consumer: what one tensor-core instruction takes
 KEYS = gl.constexpr(128)  # keys of a program: of two consumers
@@ -382,12 +381,13 @@ def launch(
     config = {"STAGES": 2, "ROTATE": int(full and q.shape[-3] >= 8192)} | config
     block_q = 8192 // q.shape[-1]
     q4, k4, v4, dout4, dq4 = (x[None] if packed else x for x in (q, k, v, dout, dq32))
+    rows4 = rows[:, None] if packed else rows
     tensors = {
-        "Q": _describe(q4.transpose(1, 2), block_q),
-        "dO": _describe(dout4.transpose(1, 2), block_q),
-        "K": _describe(k4.transpose(1, 2), 64), "V": _describe(v4.transpose(1, 2), 64),
-        "Rows": _describe(rows[:, None] if packed else rows, 1, block_q),
-        "dQ": _describe(dq4.transpose(1, 2), 64, 64), "dK": dk, "dV": dv,
+        "Q": describe(q4, block_q, make=descriptor),
+        "dO": describe(dout4, block_q, make=descriptor),
+        "K": describe(k4, 64, make=descriptor), "V": describe(v4, 64, make=descriptor),
+        "Rows": describe(rows4, 1, block_q, make=descriptor, plain=True),
+        "dQ": describe(dq4, 64, 64, make=descriptor), "dK": dk, "dV": dv,
         "cu_q": geometry.cu_seqlens_q if packed else lse,
         "cu_k": geometry.cu_seqlens_k if packed else lse,
     }  # fmt: skip
@@ -405,10 +405,3 @@ def launch(
     run_kernel(_round, {"X": dq32, "Y": dq}, (geometry.scale,), lambda: (
         -(-count // 4096), {"scale": geometry.scale, "count": count, "BLOCK": 4096}
     ))  # fmt: skip
-
-
-def _describe(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """Describe a 4-dimensional tensor to the copy engine, in tiles of rows x columns."""
-    tile = [1, 1, rows, columns or x.shape[-1]]
-    layout = tile_layout(tuple(tile), DTYPES.get(x.dtype, gl.float32))
-    return TensorDescriptor(x, list(x.shape), [*row_steps(x)[:-1], 1], tile, layout)

@@ -12,9 +12,11 @@ right = 0. For a block of rows the columns fall into up to three ranges of tiles
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labsupport.attention.kernels.config import Geometry, KernelConfig, padded
@@ -107,6 +109,14 @@ def store_rows(
     tl.store(X + r * stride_n + d * stride_d, x.to(X.dtype.element_ty), mask=here)
 
 
+@triton.jit
+def wait_for_inputs(EARLY: tl.constexpr):
+    """Wait for the kernel before, and let the one after start (programmatic dependent launch)."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 # --- for the launchers ----------------------------------------------------------------------------
 
 Arguments = dict[str, Any]
@@ -144,11 +154,20 @@ def run_kernel(
         _compiled[signature] = compiled[(programs, 1, 1)], others
 
 
-def _signature(x: Tensor | TensorDescriptor | None) -> Any:
+def starts_early(device: torch.device) -> Arguments:
+    """Return the arguments of a kernel that may start while the one before ends: from Hopper on.
+
+    Such a kernel calls `wait_for_inputs` before it reads what another may have written.
+    """
+    early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+def _signature(x: Any) -> Any:
     """Everything that Triton compiles for, and that numbers are computed from."""
     if isinstance(x, Tensor):
         return x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0
-    return x and (x.base.dtype, *x.shape, *x.strides, *x.block_shape)
+    return x and x.signature
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
@@ -214,16 +233,34 @@ def blocks_of(x: Tensor, longest: int, block: int, geometry: Geometry) -> tuple[
     return blocks, blocks * count * x.shape[-2]
 
 
-def describe(x: Tensor, rows: int) -> TensorDescriptor:
-    """Describe (batch, seqlen, heads, head_dim) to the copy engine, in tiles of rows."""
-    (batch, seqlen, heads, head_dim), (b, n, h, d) = x.shape, row_steps(x)
-    return TensorDescriptor(
-        x, [batch, heads, seqlen, head_dim], [b, h, n, d], [1, 1, rows, head_dim]
-    )
+_described: dict[Any, Any] = {}
 
 
-def row_steps(x: Tensor) -> list[int]:
-    """Return the strides for a descriptor; that of a dimension of size 1 is arbitrary otherwise."""
-    return [
-        step if size > 1 else x.shape[-1] for size, step in zip(x.shape, x.stride(), strict=True)
-    ]
+def describe(
+    x: Tensor,
+    rows: int,
+    columns: int | None = None,
+    *,
+    make: Any = TensorDescriptor,
+    plain: bool = False,
+) -> Any:
+    """Describe x to the copy engine, in tiles of rows x columns, or of whole rows.
+
+    x (batch, seqlen, heads, head_dim) gets the order (batch, heads, seqlen, head_dim) unless
+    `plain`. Triton checks what is made; so it's made once for a shape, and copied for each tensor.
+    """
+    key = make, rows, columns, plain, x.dtype, x.shape, x.stride()
+    if (known := _described.get(key)) is None:
+        # The stride of a dimension of size 1 is arbitrary, but must be a multiple of 16 bytes.
+        width = -(-x.shape[-1] // 16) * 16
+        axes = range(4) if plain else (0, 2, 1, 3)
+        shape = [x.shape[axis] for axis in axes]
+        steps = [x.stride(axis) if x.shape[axis] > 1 else width for axis in axes[:3]] + [1]
+        known = make(x, shape, steps, [1, 1, rows, columns or x.shape[-1]])
+        known.base, known.signature = None, (x.dtype, *shape, *steps, *known.block_shape)
+        if len(_described) >= 4096:
+            _described.clear()
+        _described[key] = known
+    described = object.__new__(type(known))
+    described.__dict__.update(known.__dict__, base=x)
+    return described

@@ -99,6 +99,7 @@ HOPPER: dict[str, dict[int, KernelConfig]] = {
     "forward": {64: KernelConfig(64, 64, 4, 3), 128: KernelConfig(64, 64, 4, 3)},
     "keys": {64: KernelConfig(64, 64, 4, 3), 128: KernelConfig(64, 64, 4, 2)},
     "queries": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3)},
+    "fp8": {64: KernelConfig(64, 128, 4, 3), 128: KernelConfig(64, 128, 4, 3)},
 }
 # Their forward for head_dim 64 from this many keys on: wide tiles pay if there are several.
 MANY_KEYS, HOPPER_MANY_KEYS = 1024, KernelConfig(64, 128, 4, 2)

@@ -38,8 +38,10 @@ from labsupport.attention.kernels.common import (
     constants,
     row_strides,
     run_kernel,
+    starts_early,
     strides,
     tile_ranges,
+    wait_for_inputs,
 )
 from labsupport.attention.kernels.config import choose_splits, decode_tiling, padded, positive_scale
 from labsupport.attention.kernels.forward import _attn_fwd_inner, epilogue
@@ -58,6 +60,7 @@ def _decode_split(
     kv_heads, group, seqlen_q, seqlen_k, left, right, blocks, num_splits,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of rows x splits x kv_heads x batch, on one axis."""
     program = tl.program_id(0)
@@ -65,6 +68,7 @@ def _decode_split(
     split = program // blocks % num_splits
     kv_head = (program // blocks // num_splits % kv_heads).to(tl.int64)
     batch = (program // blocks // num_splits // kv_heads).to(tl.int64)
+    wait_for_inputs(EARLY)
     if cache_seqlens is not None:  # a wrong length must not lead out of the cache
         seqlen_k = tl.minimum(tl.maximum(tl.load(cache_seqlens + batch), 0), seqlen_k)
     offset = seqlen_k - seqlen_q
@@ -118,7 +122,7 @@ def _decode_merge(
     stride_ps, stride_pb, stride_pn, stride_ph, stride_pd,
     stride_ob, stride_on, stride_oh, stride_od,
     stride_ls, stride_lb, stride_lh, heads, seqlen_q, num_splits,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: queries x heads x batch, on one axis. LSE has the strides of one split of LSE_s."""
     program = tl.program_id(0)
@@ -130,6 +134,7 @@ def _decode_merge(
     LSE_s += batch * stride_lb + head * stride_lh + i
     LSE += batch * stride_lb + head * stride_lh + i
 
+    wait_for_inputs(EARLY)
     d = tl.arange(0, D)
     m = -float("inf")
     l = 0.0
@@ -224,6 +229,7 @@ def decode(
         shared = {
             "stride_ls": part_lses.stride(0), **row_strides(l=part_lses[0]), "seqlen_q": seqlen_q,
             "num_splits": num_splits, "HEAD_DIM": head_dim, "D": padded(head_dim),
+            **starts_early(q.device),
         }  # fmt: skip
 
         def split() -> tuple[int, Arguments]:

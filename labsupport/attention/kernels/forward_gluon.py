@@ -68,7 +68,7 @@ from labsupport.attention.kernels.common import (
     LOG2_E,
     SIZES,
     Arguments,
-    row_steps,
+    describe,
     run_kernel,
     sizes,
 )
@@ -462,8 +462,9 @@ def launch(
     packed = geometry.packed
     q4, k4, v4 = (x[None] if packed else x for x in (q, k, v))
     tensors = {
-        "Q": _describe(q4, ROWS.value), "K": _describe(k4, config["BLOCK_K"]),
-        "V": _describe(v4, config["BLOCK_K"]), "O": out, "L": lse,
+        "Q": describe(q4, ROWS.value, make=descriptor),
+        "K": describe(k4, config["BLOCK_K"], make=descriptor),
+        "V": describe(v4, config["BLOCK_K"], make=descriptor), "O": out, "L": lse,
         "cu_q": geometry.cu_seqlens_q if packed else lse,
         "cu_k": geometry.cu_seqlens_k if packed else lse, "Clock": lse if clock is None else clock,
     }  # fmt: skip
@@ -523,13 +524,10 @@ def tuned(head_dim: int, seqlen_k: int, *, limited: bool) -> dict[str, int]:
     }
 
 
-def _describe(x: Tensor, rows: int) -> TensorDescriptor:
-    """Describe (batch, seqlen, heads, head_dim) to the copy engine, in tiles of rows."""
-    batch, seqlen, heads, head_dim = x.shape
-    b, n, h, d = row_steps(x)
-    tile = [1, 1, rows, head_dim]
-    layout = tile_layout(tuple(tile), DTYPES[x.dtype])
-    return TensorDescriptor(x, [batch, heads, seqlen, head_dim], [b, h, n, d], tile, layout)
+def descriptor(x: Tensor, shape: list[int], steps: list[int], tile: list[int]) -> TensorDescriptor:
+    """Return Gluon's descriptor of a tensor, for `common.describe`."""
+    layout = tile_layout(tuple(tile), DTYPES.get(x.dtype, gl.float32))
+    return TensorDescriptor(x, shape, steps, tile, layout)
 
 
 @cache

@@ -17,7 +17,6 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labsupport.attention.kernels.backward import add_to_dkdv, add_to_dq, launch_preprocess
 from labsupport.attention.kernels.common import (
@@ -218,8 +217,7 @@ def launch_backward(
     ) -> None:
         of_queries, of_keys = outputs
         tensors = _describe(config, {"Q": q, "dO": dout, **of_queries}, {"K": k, "V": v, **of_keys})
-        tile = [1, 1, 1, config.block_q]
-        tensors["Rows"] = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), tile)
+        tensors["Rows"] = describe(rows, 1, config.block_q, plain=True)
         _run(kernel, tensors, q, k, geometry, config, blocks, geometry.scale)
 
     keys = tiling("keys", head_dim, q.dtype, hopper=True)

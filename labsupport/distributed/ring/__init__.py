@@ -5,7 +5,7 @@ algorithm  the ring, forward and backward, as one algorithm with the kernel as a
 plan       how far each rank's keys travel, and what each rank computes with them
 kernels    the kernels that compute a block pair
 merging    how the results of steps come together; merge_kernel: the same as a Triton kernel
-transport  messages between neighbours, posted before the compute and awaited after it
+transport  messages that travel during the compute: by copy engines, or by send and receive
 zigzag     how a sequence is sharded and put together again; balanced causal work
 """
 

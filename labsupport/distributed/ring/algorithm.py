@@ -10,14 +10,14 @@ Backward. Given L, the log-sum-exp of the WHOLE row, and D = rowsum(dO * O) with
     P = exp(S - L)    dV = P^T dO    dS = P * (dO V^T - D)    dQ = dS K    dK = dS^T Q
 
 splits over blocks of keys: each block's P is the right slice of the whole row's. dQ adds up where Q
-is. dK and dV belong to another rank: a second ring carries them after their keys, in float32, each
-rank adds its share, and the last one that sees the keys sends the sums home:
+is. dK and dV belong to another rank: each rank sends its share, in the dtype of K and V as kernels
+return it, straight to the keys' owner, one step after its compute. The owner adds them up:
 
-              step 0     step 1        step 2         step 3
-    rank 0    dK0        -             -              -
-    rank 1    dK1        dK0           -              -
-    rank 2    dK2        dK1           dK0 +          -              +      to what came with it
-    rank 3    dK3        dK2, home     dK1 +, home    dK0 +, home    home   to the keys' owner
+              step 0     step 1             step 2              step 3              step 4
+    rank 0    K0         K3                 K2, share to 3      K1, share to 2      share to 1
+    rank 1    K1         K0                 K3, share to 0      K2, share to 3      share to 2
+    rank 2    K2         K1                 K0, share to 1      K3, share to 0      share to 3
+    rank 3    K3         K2                 K1, share to 2      K0, share to 1      share to 0
 
 Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
 Context" (2023), section 3; the merge and the backward from Dao, "FlashAttention-2" (2023), 3.1.
@@ -25,6 +25,7 @@ Context" (2023), section 3; the merge and the backward from Dao, "FlashAttention
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +35,9 @@ from torch.autograd.function import once_differentiable
 
 from labsupport.attention.flash_torch import autocast_off
 from labsupport.distributed.ring.kernels import BlockKernel, BlockOptions
-from labsupport.distributed.ring.merging import added, merged
+from labsupport.distributed.ring.merging import Total
 from labsupport.distributed.ring.plan import BlockPair, Plan
-from labsupport.distributed.ring.transport import TOTAL, Ring
-
-Pair = tuple[Tensor, Tensor]
+from labsupport.distributed.ring.transport import TOTAL, Pair, Ring
 
 
 @dataclass(frozen=True)
@@ -70,18 +69,18 @@ def ring_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     """Return out (batch, seqlen_local, heads, head_dim) and lse (batch, heads, seqlen_local)."""
     own = k.contiguous(), v.contiguous()
     here: Pair | None = own
-    result: Pair | None = None  # out and lse so far
+    total = Total(q, sum(len(call.block_pairs(distance)) for distance in call.plan.route))
     for step, distance in enumerate(call.plan.route):
-        sends, receives, arriving = _hop(call, step, own, here)
-        with call.ring.in_flight(sends, receives):
+        with _hop(call, step, own, here) as arriving:
             for pair in call.block_pairs(distance):
                 assert here is not None
                 keys, values = (x[:, pair.cols] for x in here)
                 out, lse = call.kernel.forward(q[:, pair.rows], keys, values, call.options(pair))
-                result = merged(result, q, pair.rows, out, lse - call.alibi_offset(pair))
+                total.merge(pair.rows, out, lse - call.alibi_offset(pair))
+                del out, lse, keys, values
         here = arriving.get("keys")
-    assert result is not None  # a rank sees its own keys
-    return result[0].to(q.dtype).contiguous(), result[1]
+    assert total.lse is not None  # a rank sees its own keys
+    return total.result().contiguous(), total.lse
 
 
 def ring_backward(
@@ -90,39 +89,41 @@ def ring_backward(
     """Return dQ, dK and dV of this rank's shard, in the dtypes of q, k and v."""
     dout, own = dout.contiguous(), (k.contiguous(), v.contiguous())
     here: Pair | None = own
-    dq: Tensor | None = None
-    at_home: Pair | None = None  # dK and dV of this rank's own keys
-    leaving: Pair | None = None  # what the step before added to
-    for step, distance in enumerate((*call.plan.route, None)):
-        sends, receives, arriving = _hop(call, step, own, here, backward=True, leaving=leaving)
-        shares: list[tuple[slice, Pair]] = []
-        with call.ring.in_flight(sends, receives):
-            for pair in [] if distance is None else call.block_pairs(distance):
+    plan, rank = call.plan, call.ring.rank
+    own_pairs = len(plan.table[rank][rank])
+    dq = Total(q, sum(len(call.block_pairs(distance)) for distance in plan.route))
+    users = sum(bool(plan.table[other][rank]) for other in range(plan.world_size))
+    sums = [Total(x, own_pairs + users - 1) for x in own]  # dK and dV of this rank's own keys
+    share: Pair | None = None  # of the keys that the step before had
+    for step, distance in enumerate((*plan.route, None)):
+        with _hop(call, step, own, here, backward=True, share=share) as arriving:
+            pairs = [] if distance is None else call.block_pairs(distance)
+            first, parts = 0, sums
+            if pairs and distance:
+                shared = plan.shared(rank, plan.owner(rank, distance))
+                first, parts = shared.start, [Total(x[:, shared], len(pairs)) for x in own]
+            for pair in pairs:
                 assert here is not None
                 rows, (keys, values) = pair.rows, (x[:, pair.cols] for x in here)
-                dq_part, dk_part, dv_part = call.kernel.backward(
+                gradients = call.kernel.backward(
                     dout[:, rows], q[:, rows], keys, values,
                     out[:, rows], lse[:, :, rows] + call.alibi_offset(pair), call.options(pair),
                 )  # fmt: skip
-                dq = added(dq, q, rows, dq_part)
-                shares.append((pair.cols, (dk_part, dv_part)))
-        sums = at_home if distance == 0 else arriving.get("sums")
-        for cols, share in shares:
-            sums = _both_added(sums, own, cols, share)
-        if distance == 0:
-            at_home = sums
-        if "home" in arriving:
-            at_home = _both_added(at_home, own, slice(0, k.shape[1]), arriving["home"])
-        leaving, here = sums, arriving.get("keys")
-    assert dq is not None  # a rank sees its own keys
-    assert at_home is not None
-    return dq.to(q.dtype), at_home[0].to(k.dtype), at_home[1].to(v.dtype)
-
-
-def _both_added(sums: Pair | None, own: Pair, cols: slice, share: Pair) -> Pair:
-    """dK and dV so far, with this rank's share for some of the keys."""
-    dk, dv = sums or (None, None)
-    return added(dk, own[0], cols, share[0]), added(dv, own[1], cols, share[1])
+                cols = slice(pair.cols.start - first, pair.cols.stop - first)
+                for total, where, part in zip(
+                    (dq, *parts), (rows, cols, cols), gradients, strict=True
+                ):
+                    total.add(where, part)
+                del gradients, part, keys, values
+        share = None
+        if pairs and distance:
+            share = parts[0].result().contiguous(), parts[1].result().contiguous()
+        if "gradients" in arriving:
+            shared = plan.shared(plan.owner(rank, -plan.route[step - 1]), rank)
+            for total, part in zip(sums, arriving["gradients"], strict=True):
+                total.add(shared, part)
+        here = arriving.get("keys")
+    return dq.result(), sums[0].result(), sums[1].result()
 
 
 def _hop(
@@ -132,35 +133,30 @@ def _hop(
     here: Pair | None,
     *,
     backward: bool = False,
-    leaving: Pair | None = None,
-) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]], dict[str, Pair]]:
-    """Return this rank's messages of a step: sends, receives, and the latter's buffers by name.
+    share: Pair | None = None,
+) -> AbstractContextManager[dict[str, Pair]]:
+    """Let a step's messages travel: `Ring.in_flight`.
 
-    `here` are this step's keys and values, which go on. In a backward dK and dV follow the keys;
-    `leaving` are those that the step before added to.
+    `here` are this step's keys and values, which go on. In a backward the gradients follow: `share`
+    are those of the step before.
     """
     plan, rank = call.plan, call.ring.rank
     coming = plan.route[step + 1] if step + 1 < len(plan.route) else 0
     keys = own if abs(coming) == 1 else here  # each direction begins with a rank's own keys
-    sends: list[tuple[Tensor, int]] = []
-    receives: list[tuple[Tensor, int]] = []
-    arriving: dict[str, Pair] = {}
-    for what, sender, receiver in plan.messages[step]:
-        gradients = what != "keys"
-        if gradients and not backward:
-            continue
-        if sender == rank:
-            pair = leaving if gradients else keys
+    messages = [m for m in plan.messages[step] if backward or m.what == "keys"]
+    sends, receives = [], []
+    for message in messages:
+        gradients = message.what == "gradients"
+        if message.sender == rank:
+            pair = share if gradients else keys
             assert pair is not None
-            sends += [(x, receiver) for x in pair]
+            sends.append((message, pair))
             for traffic in (call.ring.traffic, TOTAL):
                 traffic.count(pair, gradients=gradients)
-        if receiver == rank:
-            k, v = own
-            dtype = torch.promote_types(k.dtype, torch.float32) if gradients else k.dtype
-            arriving[what] = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
-            receives += [(x, sender) for x in arriving[what]]
-    return sends, receives, arriving
+        if message.receiver == rank:
+            cols = plan.shared(message.sender, rank) if gradients else slice(None)
+            receives.append((message, (own[0][:, cols], own[1][:, cols])))
+    return call.ring.in_flight(sends, receives) if messages else nullcontext({})
 
 
 class RingAttentionFunction(torch.autograd.Function):

@@ -25,7 +25,7 @@ from labsupport.distributed.process_group import all_gather_object
 from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
 from labsupport.distributed.ring.kernels import choose
 from labsupport.distributed.ring.plan import Plan
-from labsupport.distributed.ring.transport import Ring, Traffic
+from labsupport.distributed.ring.transport import TRANSPORTS, Ring, Traffic
 from labsupport.distributed.ring.zigzag import check_even
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -47,6 +47,8 @@ class RingOptions:
         softmax_scale: factor on the scores; 1 / sqrt(head_dim) unless given.
         dropout_p: must be 0.
         group: the process group; all processes unless given. NCCL on GPUs, gloo on CPUs.
+        transport: "copy_engines" (GPUs of one machine), "send_receive", or "auto", the first that
+            can. A group's first ring on GPUs finds out, with a small message.
         check_ranks: compare shapes and options among the ranks first, so that a difference is an
             error on all of them and not a hang. One small message; a GPU is waited for.
     """
@@ -59,6 +61,7 @@ class RingOptions:
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
     group: dist.ProcessGroup | None = None
+    transport: str = "auto"
     check_ranks: bool = True
 
 
@@ -68,7 +71,9 @@ class RingReport:
 
     Attributes:
         kernel: the kernel that computed the blocks.
-        refused: why the kernels preferred to it did not.
+        refused: why the kernels preferred to it did not, and why not copy engines.
+        transport: what carried the messages.
+        slot_bytes: of the copy engines' slots, which the next ring takes over.
         plan: the schedule: `plan.hops`, `plan.route`, `plan.pairs(rank)`.
         traffic: messages that this rank sent; a backward adds to it when it runs.
     """
@@ -77,13 +82,16 @@ class RingReport:
     refused: dict[str, tuple[str, ...]]
     plan: Plan
     traffic: Traffic
+    transport: str
+    slot_bytes: int
 
     def __str__(self) -> str:
         layout = LAYOUTS[self.plan.zigzag]
         ranks, hops = self.plan.world_size, self.plan.hops
         lines = [
             f"{self.kernel} ran on {ranks} rank{'s' * (ranks != 1)}, {layout} shards of "
-            f"{self.plan.length} tokens, {hops} hop{'s' * (hops != 1)}; {self.traffic}"
+            f"{self.plan.length} tokens, {hops} hop{'s' * (hops != 1)} by {self.transport}; "
+            f"{self.traffic}"
         ]
         lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.refused.items()]
         return "\n".join(lines)
@@ -137,8 +145,13 @@ def ring_attention(
             all_gather_object(str(error), chosen.group)  # the others wait for this rank
         raise
     if chosen.check_ranks and call.ring.size > 1:
-        _validate_across_ranks(call, request)
-    _last = RingReport(call.kernel.name, refused, call.plan, call.ring.traffic)
+        _validate_across_ranks(call, request, chosen.transport)
+    transport, why_not = call.ring.connect(chosen.transport, (k, v), call.plan.slots)
+    refused = refused | ({"copy_engines": (why_not,)} if why_not else {})
+    slot_bytes = call.plan.slots * call.ring.slot_bytes
+    _last = RingReport(
+        call.kernel.name, refused, call.plan, call.ring.traffic, transport, slot_bytes
+    )
     out, lse = RingAttentionFunction.apply(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -193,6 +206,9 @@ def _prepared(
         check_alibi_slopes(slopes, q.shape[0], q.shape[2])
     if options.layout not in LAYOUTS:
         raise AttentionInputError(f"layout {options.layout!r}: there are {', '.join(LAYOUTS)}.")
+    if options.transport not in ("auto", *TRANSPORTS):
+        listed = ", ".join(TRANSPORTS)
+        raise AttentionInputError(f"transport {options.transport!r}: there are auto, {listed}.")
     if q.shape[1] != k.shape[1]:
         raise AttentionInputError(
             f"a rank holds queries and keys of the same tokens, but q has {q.shape[1]} and k "
@@ -224,7 +240,7 @@ def _prepared(
     return RingCall(ring, plan, kernel, request.scale, slopes), request, refused
 
 
-def _validate_across_ranks(call: RingCall, request: AttentionCall) -> None:
+def _validate_across_ranks(call: RingCall, request: AttentionCall, transport: str) -> None:
     """Raise AttentionInputError, on all ranks, if one of them does something else or refuses."""
     plan = call.plan
     local = {
@@ -236,6 +252,7 @@ def _validate_across_ranks(call: RingCall, request: AttentionCall) -> None:
         "alibi_slopes": plan.alibi,
         "softmax_scale": call.scale,
         "kernel": call.kernel.name,
+        "transport": transport,
         "gradients wanted": request.needs_grad,
     }
     by_rank = all_gather_object(local, call.ring.group)

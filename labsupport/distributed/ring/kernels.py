@@ -115,7 +115,7 @@ def _native_backward(
     dq, dk, dv = (x[..., : q.shape[-1]].transpose(1, 2) for x in gradients)
     group = dk.shape[2] // k.shape[2]
     if group > 1:
-        dk, dv = (widened(x).unflatten(2, (-1, group)).sum(3) for x in (dk, dv))
+        dk, dv = (x.unflatten(2, (-1, group)).sum(3) for x in (dk, dv))  # adds in float32
     return dq, dk, dv
 
 

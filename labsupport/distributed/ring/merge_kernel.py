@@ -22,7 +22,7 @@ def merge_kernel(
     """`merge_attention` of OUT and PART, into OUT and LSE. Grid: blocks of rows, heads, batch.
 
     OUT and PART are (batch, rows, heads, head_dim), LSE and PART_LSE (batch, heads, rows); their
-    last strides are 1, the others are given, in elements. OUT, LSE and PART_LSE are float32.
+    last strides are 1, the others are given, in elements. LSE and PART_LSE are float32.
     """
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -38,19 +38,21 @@ def merge_kernel(
     weight, part_weight = tl.exp(lse - m), tl.exp(part_lse - m)
     total = weight + part_weight
     divisor = tl.where(total == 0.0, 1.0, total)
-    tl.store(LSE + r, tl.where(total == 0.0, -float("inf"), m + tl.log(divisor)), mask=inside)
 
     mask = inside[:, None] & (d < head_dim)[None, :]
     OUT += batch * out_batch + head * out_head + r[:, None] * out_row + d[None, :]
     PART += batch * part_batch + head * part_head + r[:, None] * part_row + d[None, :]
-    out = tl.load(OUT, mask=mask, other=0.0)
+    out = tl.load(OUT, mask=mask, other=0.0).to(tl.float32)
     part = tl.load(PART, mask=mask, other=0.0).to(tl.float32)
     merged = (weight / divisor)[:, None] * out + (part_weight / divisor)[:, None] * part
-    tl.store(OUT, merged, mask=mask)
+    # Several threads may hold the same number: all must have read it before one writes.
+    tl.debug_barrier()
+    tl.store(LSE + r, tl.where(total == 0.0, -float("inf"), m + tl.log(divisor)), mask=inside)
+    tl.store(OUT, merged.to(OUT.dtype.element_ty), mask=mask)
 
 
 def launch_merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """`merging.merge_into` on a GPU; all last strides must be 1, the sums float32."""
+    """`merging.merge_into` on a GPU; all last strides must be 1, the log-sum-exps float32."""
     batch, rows, heads, head_dim = out.shape
     block = 32
     with torch.cuda.device_of(out):

@@ -109,13 +109,14 @@ def _pair(length: int, delta: int, low: int, high: int, alibi: bool) -> BlockPai
 class Message(NamedTuple):
     """One message of a step, by ranks.
 
-    what: "keys", K and V for the next step; "sums", dK and dV so far, following their keys; "home",
-    dK and dV that are complete, to the keys' owner.
+    what: "keys", K and V for the next step; "gradients", a rank's share of dK and dV, to the keys'
+    owner. slot: number of the receiver's buffer; no other message is in it, or being computed with.
     """
 
-    what: Literal["keys", "sums", "home"]
+    what: Literal["keys", "gradients"]
     sender: int
     receiver: int
+    slot: int
 
 
 @dataclass(frozen=True)
@@ -214,24 +215,32 @@ class Plan:
     def messages(self) -> list[list[Message]]:
         """Messages that travel while a step computes, by step.
 
-        A forward sends the keys only: what the next step needs. In a backward the sums follow one
-        step after their keys, so it has one step more: the last gradients go home.
+        A forward sends the keys only: what the next step needs. In a backward each rank's share of
+        dK and dV goes straight to the keys' owner, in the step after its compute; so it has one
+        step more.
         """
         steps: list[list[Message]] = [[] for _ in range(len(self.route) + 1)]
+        last = len(self.route) - 1
         for step, distance in enumerate(self.route[1:], start=1):
             way = 1 if distance > 0 else -1
             for rank in range(self.world_size):
                 owner = self.owner(rank, distance)
-                uses = [  # distances, in this direction, at which the keys are needed
-                    abs(far)
-                    for far in self.route
-                    if far * way > 0 and self.table[(owner + far) % self.world_size][owner]
-                ]
-                if not uses or abs(distance) > max(uses):
-                    continue
-                steps[step - 1].append(Message("keys", (rank - way) % self.world_size, rank))
-                if abs(distance) == max(uses):  # no later rank adds to dK and dV
-                    steps[step + 1].append(Message("home", rank, owner))
-                elif abs(distance) >= min(uses):
-                    steps[step + 1].append(Message("sums", rank, (rank + way) % self.world_size))
+                further = [far for far in self.route if far * way >= distance * way]
+                if any(self.table[(owner + far) % self.world_size][owner] for far in further):
+                    sender, slot = (rank - way) % self.world_size, (step - 1) % 2
+                    steps[step - 1].append(Message("keys", sender, rank, slot))
+                if self.table[rank][owner]:
+                    # Two slots are the keys': of this step, and of the next one if there is one.
+                    slot = 2 if step + 1 < last else (step + 1) % 2
+                    steps[step + 1].append(Message("gradients", rank, owner, slot))
         return steps
+
+    @property
+    def slots(self) -> int:
+        """Number of messages that a rank must be able to hold: 3 at most."""
+        return max((m.slot + 1 for messages in self.messages for m in messages), default=0)
+
+    def shared(self, rank: int, owner: int) -> slice:
+        """Return the keys of `owner` that `rank` computes with, from the first to the last."""
+        cols = [pair.cols for pair in self.table[rank][owner]]
+        return slice(min(c.start for c in cols), max(c.stop for c in cols))

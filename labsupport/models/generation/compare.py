@@ -153,15 +153,17 @@ def compare_attention(
         truth, oracle = oracle_logits(model, batch)
     for name in backends:
         set_attention(model, name)
-        generate(model, tokenizer, prompt, max_new_tokens=min(2, max_new_tokens), chat=chat)
+        few = min(2, max_new_tokens)
+        generate(model, tokenizer, prompt, max_new_tokens=few, cache="dynamic", chat=chat)
         logits[name] = prompt_logits(model, batch)
         extra[name] = measure_peak_memory(lambda: _prefill(model, batch), device=model.device)
     with silent():
         for _ in range(repeats):
             for name in backends:
                 set_attention(model, name)
-                options = {"max_new_tokens": max_new_tokens, "chat": chat}
-                runs[name].append(generate(model, tokenizer, prompt, **options))
+                options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chat": chat}
+                done = generate(model, tokenizer, prompt, cache="dynamic", **options)
+                runs[name].append(done)
 
     first, second = backends
     error = {name: _distance(logits[name], truth) for name in backends}

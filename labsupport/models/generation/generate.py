@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from labsupport.attention.kernels import mode
 from labsupport.models.generation.cuda_graph import GraphedDecoder
 from labsupport.models.generation.memory import MemorySampler
 from labsupport.models.generation.prompts import (
     Batch,
     Decoded,
+    Sampler,
     check_model,
     check_room,
     cut,
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["dynamic", "static", "graphed"]
 KINDS = ("dynamic", "static", "graphed")
-Sampler = Callable[[Tensor], Tensor]  # from logits (batch, vocabulary) to tokens (batch,)
 # Called after each step: its number (0 is the prefill), the new tokens (batch,), its seconds.
 OnStep = Callable[[int, Tensor, float], None]
 
@@ -124,7 +125,7 @@ class Generation:
         lines += [f"attention  {line}" for line in ran.splitlines()]
         if self.cache == "graphed":
             lines[-1] += " (prefill)"
-            lines.append("attention  in the decode steps: two products over the cache (cuda_graph)")
+            lines.append("attention  in the decode steps: the lab's decode kernels")
         return "\n".join(lines)
 
 
@@ -134,7 +135,7 @@ def generate(
     prompts: str | Sequence[str],
     *,
     max_new_tokens: int = 64,
-    cache: Kind | Literal["auto"] | type = "dynamic",
+    cache: Kind | Literal["auto"] | type = "auto",
     temperature: float = 0.0,
     top_k: int | None = None,
     seed: int = 0,
@@ -150,8 +151,7 @@ def generate(
         max_new_tokens: the largest number of new tokens; 0 runs the prefill alone.
         cache: "dynamic" grows by one column a token; "static" has its full size from the start; or
             a class like exercise 2-6's, whose `append(k, v)` returns all keys and values so far;
-            "graphed" is the lab's fast loop (`GraphedDecoder`; greedy, Llama); "auto" is
-            `fastest_cache`.
+            "graphed" is the lab's fast loop (`GraphedDecoder`; Llama); "auto" is `fastest_cache`.
         temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
         top_k: sample among this many likeliest tokens.
         seed: of the sampling; the same seed gives the same text on the same device.
@@ -171,17 +171,17 @@ def generate(
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
     if cache == "auto":
-        cache = fastest_cache(model, temperature=temperature, steps=on_step is not None)
+        cache = fastest_cache(model, steps=on_step is not None)
     if cache not in KINDS and not isinstance(cache, type):
         raise ValueError(f"cache must be one of {', '.join(KINDS)}, got {cache!r}")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 (greedy) or more, and finite, got {temperature}")
     if top_k is not None and (top_k < 1 or not temperature):
         raise ValueError(f"top_k={top_k} must be 1 or more, and needs a temperature above 0")
-    if cache == "graphed" and (temperature or on_step):
+    if cache == "graphed" and (on_step or model.device.type != "cuda"):
         raise ValueError(
-            "the graphed loop is greedy, and does not stop after each step: "
-            'use cache="dynamic" to sample or to watch the steps'
+            "the graphed loop needs a GPU, and does not stop after each step: "
+            'use cache="dynamic" on a CPU, or to watch the steps'
         )
     batch = encode(tokenizer, prompts, model.device, chat=chat)
     check_room(model, batch, max_new_tokens)
@@ -192,13 +192,12 @@ def generate(
         # in, so that the prefill neither waits for the disk nor counts them as its memory.
         for parameter in model.parameters():
             parameter.detach().flatten()[::1024].sum()
+    options: dict[str, Any] = {"sample": Sampler(model.device, temperature, top_k, seed)}
     if cache == "graphed":
-        length = batch.width + max_new_tokens
-        run = GraphedDecoder(model, batch=len(batch.lengths), length=length).run
+        options |= {"batch": len(batch.lengths), "length": batch.width + max_new_tokens}
+        run = GraphedDecoder(model, **options).run
     else:
-        sample = sampler(temperature, top_k, seed, model.device)
-        options: dict[str, Any] = {"cache": cache, "sample": sample, "on_step": on_step}
-        run = partial(prefill_and_decode, model, **options)
+        run = partial(prefill_and_decode, model, **options, cache=cache, on_step=on_step)
     with MemorySampler(model.device) as memory:
         done = run(batch, max_new_tokens, ends=ends)
     return Generation(
@@ -228,7 +227,7 @@ def prefill_and_decode(
     max_new_tokens: int,
     *,
     cache: Literal["dynamic", "static"] | type = "dynamic",
-    sample: Sampler = lambda logits: logits.argmax(-1),
+    sample: Callable[[Tensor], Tensor] = lambda logits: logits.argmax(-1),
     ends: Sequence[int] = (),
     on_step: OnStep | None = None,
 ) -> Decoded:
@@ -285,14 +284,14 @@ def prefill_and_decode(
     return Decoded(cut(tokens, batch, ends), prefill_s, sum(step_s), tuple(step_s))
 
 
-def fastest_cache(model: PreTrainedModel, *, temperature: float = 0.0, steps: bool = False) -> Kind:
+def fastest_cache(model: PreTrainedModel, *, steps: bool = False) -> Kind:
     """Return the cache with the fastest decode steps that the device and these options allow.
 
-    `steps` means that each step is to be watched. On a GPU "graphed" wins, once it is compiled; it
-    is greedy and knows Llamas only.
+    `steps` means that each step is to be watched. On a GPU "graphed" wins; it knows Llamas only.
     """
-    graphed = model.device.type == "cuda" and not temperature and not steps
-    return "graphed" if graphed and LlamaStep.fits(model) else "dynamic"
+    if model.device.type != "cuda" or steps or mode.missing():
+        return "dynamic"
+    return "graphed" if LlamaStep.fits(model) else "dynamic"
 
 
 def _own_cache(make: type) -> Any:
@@ -307,20 +306,6 @@ def _own_cache(make: type) -> Any:
             return self.keys, self.values
 
     return Cache(layer_class_to_replicate=Layer)
-
-
-def sampler(temperature: float, top_k: int | None, seed: int, device: torch.device) -> Sampler:
-    """Return the choice of the next token from the logits: the likeliest, or a random one."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def sample(logits: Tensor) -> Tensor:
-        scores = logits.float() / temperature
-        if top_k is not None:
-            least = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]
-            scores = scores.masked_fill(scores < least, -torch.inf)
-        return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
-
-    return sample if temperature else lambda logits: logits.argmax(-1)
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Texts as one batch of tokens, and columns of new tokens as rows.
+"""Texts as one batch of tokens, the choice of the next token, and columns of tokens as rows.
 
 Texts of different lengths are padded on the left: so the last column holds every row's newest
 token, and the next one is appended to all rows together. Two things then follow from the padding:
@@ -66,6 +66,45 @@ class Decoded:
     prefill_s: float
     decode_s: float
     step_s: tuple[float, ...] = ()
+
+
+class Sampler:
+    """The choice of the next tokens: (batch, vocabulary) logits -> (batch,) int64.
+
+    Nothing in it waits for the GPU, so that a CUDA graph can hold it.
+
+    Args:
+        device: of the logits.
+        temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
+        top_k: sample among this many likeliest tokens.
+        seed: of the random numbers, from the last `restart` on.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.temperature, self.top_k, self.seed = temperature, top_k, seed
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def restart(self) -> None:
+        """Begin the random numbers again."""
+        self.generator.manual_seed(self.seed)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the likeliest token, or a random one."""
+        if not self.temperature:
+            return logits.argmax(-1)
+        scores = logits.float() / self.temperature
+        if self.top_k is not None:
+            least = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        # The first of exponential waiting times with rates p has probability p.
+        waits = torch.empty_like(scores).exponential_(generator=self.generator)
+        return (scores.softmax(-1) / waits).argmax(-1)
 
 
 def batch_of(rows: Sequence[Sequence[int]], device: torch.device | str, pad: int = 0) -> Batch:

@@ -9,7 +9,7 @@ best-practice table (theory, chapter 6): `python -m labsupport.precision.experim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -61,7 +61,7 @@ def float16_logits_overflow() -> pd.DataFrame:
     return _table("computation, largest score, NaN in output, max error", rows)
 
 
-def norm_statistics(magnitudes: Sequence[float] = (1e-4, 1.0, 300.0)) -> pd.DataFrame:
+def norm_statistics() -> pd.DataFrame:
     """Show that a mean of squares in float16 overflows from 256 on, and its epsilon underflows.
 
     RMSNorm of 8 vectors of 768 normal entries of each magnitude, epsilon 1e-8.
@@ -81,7 +81,7 @@ def norm_statistics(magnitudes: Sequence[float] = (1e-4, 1.0, 300.0)) -> pd.Data
     }
     rows = []
     for name, compute in computations.items():
-        for magnitude in magnitudes:
+        for magnitude in (1e-4, 1.0, 300.0):
             half = (_normal(8, 768, dtype=torch.float64) * magnitude).to(F16)
             out = compute(half)
             error = relative_error(out, by_hand(half.double()))
@@ -107,7 +107,7 @@ def running_sum() -> pd.DataFrame:
     return _table("accumulator, sum, weight of each entry, relative error", rows)
 
 
-def error_by_length(*, device: torch.device | str | None = None) -> pd.DataFrame:
+def error_by_length() -> pd.DataFrame:
     """Compare FlashAttention and the textbook with float64, by dtype and sequence length.
 
     One head, unit normal inputs, in those of float32, float16 and bfloat16 that the device runs.
@@ -115,7 +115,7 @@ def error_by_length(*, device: torch.device | str | None = None) -> pd.DataFrame
     Returns:
         dtype, seqlen, standard and flash (maximum errors), ratio, relative (flash's error in norm).
     """
-    device = resolve_device(device)
+    device = resolve_device(None)
     rows = []
     for seqlen in (128, 512, 2048):
         for dtype in (F32, F16, BF16):
@@ -130,7 +130,7 @@ def error_by_length(*, device: torch.device | str | None = None) -> pd.DataFrame
     return _table("dtype, seqlen, standard, flash, ratio, relative", rows)
 
 
-def tf32_surprise(*, device: torch.device | str | None = None) -> pd.DataFrame:
+def tf32_surprise() -> pd.DataFrame:
     """Show a "float32" product that is not: TF32 has 11 of float32's 24 significant bits.
 
     On an NVIDIA GPU from Ampere on, the same call is measured with TF32 off and on. Elsewhere TF32
@@ -139,7 +139,7 @@ def tf32_surprise(*, device: torch.device | str | None = None) -> pd.DataFrame:
     Returns:
         product, how ("measured" or "emulated"), relative error.
     """
-    device = resolve_device(device)
+    device = resolve_device(None)
     a, b = (_normal(512, 512, seed=i).to(device) for i in range(2))
     before = torch.get_float32_matmul_precision()
     try:

@@ -156,6 +156,11 @@ STRATEGIES: tuple[MemoryStrategy, ...] = (
     MemoryStrategy("+ checkpointing", MemoryOptions("auto", True, None, 1024), _BF16),
     MemoryStrategy("+ MLP in chunks", MemoryOptions("auto", True, 1024, 1024), _BF16),
     MemoryStrategy("+ bfloat16 stream", MemoryOptions("auto", True, 1024, 1024, _BF16), _BF16),
+    MemoryStrategy(
+        "+ heads in groups, host memory",
+        MemoryOptions("auto", True, 16_384, 1024, _BF16, head_chunk=2, offload=True),
+        _BF16,
+    ),
 )
 
 
@@ -219,7 +224,8 @@ MakeModel = Callable[[DecoderConfig, MemoryStrategy, int], nn.Module]
 class TrainingStep:
     """A model with its optimizer, ready to do steps on the same random tokens.
 
-    run: does one step; returns its loss. warm_up: the same with the first tokens only.
+    run: does one step; returns its loss. warm_up: the same with the first tokens only (on a GPU as
+        many as take the same kernels).
     standing_bytes: weights and AdamW's states, which are there between steps.
     """
 
@@ -271,7 +277,8 @@ def training_step(
             optimizer.zero_grad(set_to_none=True)
 
     standing = 3 * sum(weight.nbytes for weight in model.parameters())
-    return TrainingStep(partial(run, tokens), partial(run, tokens[:, :128]), standing)
+    first = tokens[:, : 16_384 if device.type == "cuda" else 128]
+    return TrainingStep(partial(run, tokens), partial(run, first), standing)
 
 
 def measure_step(

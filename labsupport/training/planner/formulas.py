@@ -118,6 +118,8 @@ class Step:
             new = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
             fixed.append("2·32·1024²" if new else "2·8·1024²")
         always.append(self.part(FIXED, *fixed))
+        if self.cpu and self.savings.offload and self.savings.head_chunk is not None:
+            always.append(self.part("attention's results", "L·T·w·c", "L·T·H·4"))
         return {name: [*always, *(p for p in parts if p.bytes)] for name, parts in found.items()}
 
     # --- what blocks keep -------------------------------------------------------------------------
@@ -142,7 +144,7 @@ class Step:
             return [
                 self.part(STREAM, *stream),
                 self.part(NORMS, *norms[1:]),
-                self.part(OUTPUT, f"{attentions}·T·w·c"),
+                self.part(OUTPUT, f"{mlps}·T·w·c"),
                 self.part(MLP, *inner),
             ]
         if self.textbook:
@@ -166,8 +168,12 @@ class Step:
 
     @property
     def _inputs(self) -> str:
-        """Inputs of blocks on the device: all; or the one in use and the one on its way."""
-        return "2" if self.savings.offload and not self.cpu and self.blocks > 2 else "K"
+        """Inputs of blocks on the device: all; or the one in use, and perhaps one on its way."""
+        if not self.savings.offload or self.blocks < 2:
+            return "K"
+        if self.cpu:  # the host's memory
+            return "L"
+        return "2" if self.savings.head_chunk is None else "1"
 
     @property
     def _block_copies(self) -> list[str]:
@@ -242,27 +248,22 @@ class Step:
         ]
 
     def _attention_backward(self) -> list[Part]:
-        temporary, group = self._attention_temporaries(), []
-        if self.savings.head_chunk is not None:  # the same of h heads; their gradient of x
+        temporary = self._attention_temporaries()
+        if self.savings.head_chunk is not None:
+            # A group computed again (its q, k, v are parts of one tensor; rotary positions make new
+            # q and k), its output's gradient as one block, and its temporaries; or its gradients,
+            # and those of x: the chunks', and put together.
             temporary = [each.replace("H", "h").replace("G", "g") for each in temporary]
-            temporary.append("T·w·r")
-            group = [self._group()]
+            turned = "T·(h + g)·d·c" if self.config.positions == "rotary" else "0"
+            group = ["T·(h + 2·g)·d·c", turned, "2·T·h·d·c", "T·h·4", *temporary]
+            temporary = [f"max({' + '.join(group)}, T·((h + 2·g)·d·c + 2·w·r))"]
         return [
             *self.kept_by_blocks(with_mlp=False),
             *self._gradients("(L-K)·Wb", "V·w", "Wm"),
             self.part(COPIES, *self._block_copies),
             # The gradient of the stream, and of attention's output.
             self.part(TEMPORARY, "T·w·r", "T·w·c", *temporary),
-            *group,
         ]
-
-    def _group(self) -> Part:
-        """Return what a group of heads keeps when it is computed again; the norm's input is there.
-
-        Its q, k, v are parts of one tensor; rotary positions make new q and k.
-        """
-        turned = "T·(h + g)·d·c" if self.config.positions == "rotary" else "0"
-        return self.part("a group of heads", "T·(h + 2·g)·d·c", turned, "T·h·d·c", "T·h·4")
 
     def _attention_temporaries(self) -> list[str]:
         """Return the backward's temporaries, the gradients of q, k and v included."""
