@@ -9,7 +9,9 @@ Flags name what an instructor should look at in a solution's text; they take no 
 import ast
 import builtins
 import dis
+import itertools
 import re
+import textwrap
 import tomllib
 import types
 from collections.abc import Iterator, Sequence
@@ -127,16 +129,31 @@ def _is_light(source: str) -> bool:
     )
 
 
-def parsed(source: str) -> ast.Module | None:
-    """Return a cell's syntax tree, IPython's own lines translated; None if it is no Python."""
-    from IPython.core.inputtransformer2 import TransformerManager
+# IPython's own lines: `x = %time f(y)`, `%%capture`, `!ls`, `torch.exp?`.
+_MAGIC = re.compile(r"^([ \t]*+(?:[\w., ]++=[ \t]*+)?)(%%?\w+|!)[ \t]*+(.*)", re.MULTILINE)
+_HELP = re.compile(r"^[ \t]*+(\?{1,2}[\w.*%]++|[\w.*%]++\?{1,2})[ \t]*+$", re.MULTILINE)
 
-    for attempt in (lambda: source, lambda: TransformerManager().transform_cell(source)):
-        try:
-            return ast.parse(attempt())
-        except Exception:  # neither parser says what it raises at a text nobody has looked at
-            continue
-    return None
+
+def parsed(source: str) -> ast.Module | None:
+    """Return a cell's syntax tree; None if it is no Python.
+
+    Of a magic, its name stays as a text, and its argument if that is Python. (IPython's own
+    translation takes minutes for hundreds of magics.)
+    """
+    return _tree(source) or _tree(textwrap.dedent(_MAGIC.sub(_as_text, _HELP.sub("", source))))
+
+
+def _as_text(magic: re.Match[str]) -> str:
+    before, name, rest = magic.groups()
+    code = f"; {rest}" if rest and name != "!" and _tree(rest) else ""
+    return f"{before}({name!r},){code}"
+
+
+def _tree(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except Exception:  # the parser does not say what it raises at a text nobody has looked at
+        return None
 
 
 @lru_cache(maxsize=4096)
@@ -171,45 +188,95 @@ def _normal(text: str) -> str:
 
 
 _NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+_READY_MADE, _ODD = frozenset(_NAMES["ready_made"]), frozenset(_NAMES["odd"])
+_ATTENDS = re.compile(r"\..*(attention|attn|rotary)", re.IGNORECASE)
+_IPYTHON = re.compile(r"^[ \t]*+(?:[\w., ]++=[ \t]*+)?[%!?/,;]", re.MULTILINE)
 _PRIVATE = "a private attribute"
-_LAB = ("labsupport.attention", "labsupport.checks", "labsupport.distributed", _PRIVATE)
-_MANY_NUMBERS = 40
+_LAB = ("labsupport.attention", "labsupport.checks", "labsupport.distributed")
+_OWN = ("self", "cls", "super")
+_USUAL = ("__future__", "__init__", "__post_init__", "__name__", "__doc__", "__version__")
+_OTHERS = ("%%bash", "%%sh", "%%html", "%%javascript", "%%js", "%%latex", "%%markdown")
+_MANY_NUMBERS, _MOST_FLAGS = 40, 50
 
 
 def flags_of(plan: Plan, pristine: Pristine) -> Iterator[Flag]:
-    """Yield what a person should look at: names in the texts that ran, by exercise."""
-    known = {name for cell in pristine.cells for name in _named(parsed(cell.source))}
-    ready_made, odd = set(_NAMES["ready_made"]), set(_NAMES["odd"])
-    for step in plan.steps:
-        tree = parsed(step.source) if step.source else None
-        if tree is None:
-            continue
-        named = set(_named(tree)) - (known - {_PRIVATE})
-        if not step.exercise.startswith(MAY_USE_FUSED) and (hits := named & ready_made):
-            yield Flag(step.exercise, "library call", f"Names {', '.join(sorted(hits))}.")
-        if hits := {name for name in named if name in odd or name.startswith(_LAB)}:
-            yield Flag(step.exercise, "odd name", f"Names {', '.join(sorted(hits))}.")
-        constants = [one.value for one in ast.walk(tree) if isinstance(one, ast.Constant)]
-        numbers = sum(isinstance(value, int | float) for value in constants)
-        if step.exercise and numbers > _MANY_NUMBERS:
-            text = f"Holds {numbers} numbers: are answers written in?"
-            yield Flag(step.exercise, "many numbers", text)
+    """Yield what a person should look at: names in the student's cells that ran, by exercise."""
+    given = {_as_given(cell) for cell in pristine.cells}
+    steps = [one for one in plan.steps if one.source and _normal(one.source) not in given]
+    known, solved = _names_in(pristine.cells), _names_in(tuple(pristine.solutions.values()))
+    trees = [parsed(step.source) for step in steps]
+    named = [frozenset(_named(tree)) for tree in trees]
+    everywhere = known.union(*named)
+    # What the student defined may have any name.
+    known |= {name[4:] for name in everywhere if name.startswith("def .")}
+    flags: dict[Flag, None] = {}
+    for step, tree, names in zip(steps, trees, named, strict=True):
+        made = {n for n in names - known if n.strip(".") in _READY_MADE or _ATTENDS.match(n)}
+        odd = {n for n in names - solved if n.strip(".") in _ODD or n in ("compile", _PRIVATE)}
+        odd |= {n for n in names - known if n.startswith(_LAB)}
+        # An attribute of a module was set: `math.soft = attention`.
+        odd |= {n for n in names if n[-2:] == " =" and f"import {n.split('.')[0]}" in everywhere}
+        numbers = [
+            one
+            for one in ast.walk(tree or ast.Pass())
+            if isinstance(one, ast.Constant) and isinstance(one.value, int | float)
+        ]
+        if made and not step.exercise.startswith(MAY_USE_FUSED):
+            flags[Flag(step.exercise, "library call", f"Names {_list(made)}.")] = None
+        if odd:
+            flags[Flag(step.exercise, "odd name", f"Names {_list(odd)}.")] = None
+        if tree is None and _IPYTHON.search(step.source) and not step.source.startswith(_OTHERS):
+            text = "A cell for IPython, which cannot be read as Python."
+            flags[Flag(step.exercise, "odd name", text)] = None
+        if step.exercise and len(numbers) > _MANY_NUMBERS:
+            text = f"Holds {len(numbers)} numbers: are answers written in?"
+            flags[Flag(step.exercise, "many numbers", text)] = None
+    yield from itertools.islice(flags, _MOST_FLAGS)
+
+
+def _list(names: set[str]) -> str:
+    return ", ".join(sorted({name.strip(".") for name in names})[:20])
+
+
+@lru_cache(maxsize=64)
+def _names_in(cells: tuple[Cell, ...]) -> frozenset[str]:
+    return frozenset(name for cell in cells for name in _named(parsed(cell.source)))
 
 
 def _named(tree: ast.Module | None) -> Iterator[str]:
+    """Yield names, and words in texts; those of attributes and imports begin with a dot."""
     for node in ast.walk(tree) if tree else ():
         match node:
             case ast.Name(id=name):
                 yield name
             case ast.Attribute(value=value, attr=name):
-                yield name
-                own = getattr(value, "id", "") in ("self", "cls") or name.endswith("__")
-                if name.startswith("_") and not own:
+                yield f".{name}"
+                whose = getattr(getattr(value, "func", value), "id", "")
+                if name[:1] == "_" and name not in _USUAL and whose not in _OWN:
                     yield _PRIVATE
-            case ast.alias(name=name):
-                yield from (name, *name.split("."))
+                if isinstance(node.ctx, ast.Store):
+                    yield f"def .{name}"
+                    while isinstance(value, ast.Attribute):
+                        name, value = f"{value.attr}.{name}", value.value
+                    yield f"{getattr(value, 'id', '')}.{name} ="
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield f"def .{name}"
+            case ast.MatchClass(kwd_attrs=names):
+                yield from (f".{name}" for name in names)
+            case ast.alias(name=name, asname=other):
+                yield from _of_module(name)
+                yield f"import {(other or name).split('.')[0]}"
             case ast.ImportFrom(module=str(name), names=names):
-                yield from (name, *name.split("."), *(f"{name}.{one.name}" for one in names))
+                yield from _of_module(name)
+                yield from (name, *(f"{name}.{one.name}" for one in names))
             case ast.Constant(value=str(text)) if len(text) < 99:
                 # Names in texts: getattr(F, "scaled_dot_product_attention").
-                yield from text.replace(".", " ").split()
+                yield from re.findall(r"%*\w+", text)
+
+
+def _of_module(name: str) -> Iterator[str]:
+    yield name
+    for part in name.split("."):
+        yield f".{part}"
+        if part[:1] == "_" and part not in _USUAL:
+            yield _PRIVATE

@@ -139,7 +139,7 @@ def printable(text: str, also: str = "") -> str:
     return "".join(c if c.isprintable() or c in JOINERS + also else "?" for c in text)
 
 
-MAX_ZIP_BYTES = 100 * 2**20
+MAX_ZIP_BYTES, MAX_MEMBERS = 100 * 2**20, 10_000
 # A zip is opened for each file, so that none stays in memory.
 _Opened = Callable[[], zipfile.ZipFile]
 # "Ada Lovelace_4711_assignsubmission_file/01.ipynb", or one file "…_file_01.ipynb".
@@ -226,7 +226,10 @@ def _opened_if_zip(path: Path, name: str, inner_zips: int = 0) -> Iterator[File]
 def _unzipped(file: File, opened: _Opened, inner_zips: int) -> Iterator[File]:
     """Find the files in a zip; where that fails, reading the zip says why."""
     try:
-        for member in opened().infolist():
+        members = opened().infolist()
+        if len(members) > MAX_MEMBERS:
+            raise ValueError(f"it holds more than {MAX_MEMBERS:,} files")
+        for member in members:
             # Some programs on Windows write their own separators.
             path = member.filename.replace("\\", "/")
             if member.is_dir() or any(map(_hidden, path.split("/"))):

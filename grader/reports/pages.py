@@ -332,7 +332,7 @@ def student_page(course: Course, student: str) -> str:
     )
 
 
-MISTAKES_SHOWN = 12
+MISTAKES_SHOWN, _CELLS_SHOWN = 12, 5
 # Parts of a syntax tree. Solutions of a line or two agree by chance.
 _SMALLEST = 70
 Texts = Mapping[tuple[str, str], Sequence[Cell]]
@@ -377,7 +377,8 @@ def _flags(course: Course, texts: Texts) -> dict[str, list[dict[str, Any]]]:
             row = {"student": result.student, "text": flag.text, "where": [], "cells": []}
             row = kinds.setdefault(flag.kind, {}).setdefault((result.student, flag.text), row)
             row["where"].append(flag.grade_id or result.notebook or result.path)
-            row["cells"] += cells_of(flag, result, texts)
+            if len(row["cells"]) < _CELLS_SHOWN:
+                row["cells"] += cells_of(flag, result, texts)[:_CELLS_SHOWN]
     return {kind: list(kinds[kind].values()) for kind in sorted(kinds)}
 
 
