@@ -193,9 +193,7 @@ _ATTENDS = re.compile(r"\..*(attention|attn|rotary)", re.IGNORECASE)
 _IPYTHON = re.compile(r"^[ \t]*+(?:[\w., ]++=[ \t]*+)?[%!?/,;]", re.MULTILINE)
 _PRIVATE = "a private attribute"
 _LAB = ("labsupport.attention", "labsupport.checks", "labsupport.distributed")
-_OWN = ("self", "cls", "super")
 _USUAL = ("__future__", "__init__", "__post_init__", "__name__", "__doc__", "__version__")
-_OTHERS = ("%%bash", "%%sh", "%%html", "%%javascript", "%%js", "%%latex", "%%markdown")
 _MANY_NUMBERS, _MOST_FLAGS = 40, 50
 
 
@@ -206,32 +204,26 @@ def flags_of(plan: Plan, pristine: Pristine) -> Iterator[Flag]:
     known, solved = _names_in(pristine.cells), _names_in(tuple(pristine.solutions.values()))
     trees = [parsed(step.source) for step in steps]
     named = [frozenset(_named(tree)) for tree in trees]
-    everywhere = known.union(*named)
-    # What the student defined may have any name.
-    known |= {name[4:] for name in everywhere if name.startswith("def .")}
-    flags: dict[Flag, None] = {}
+    everywhere, flags = known.union(*named), []
     for step, tree, names in zip(steps, trees, named, strict=True):
-        made = {n for n in names - known if n.strip(".") in _READY_MADE or _ATTENDS.match(n)}
+        name, new = step.exercise, names - known
+        made = {n for n in new if n.strip(".") in _READY_MADE or _ATTENDS.match(n)}
+        if made and not name.startswith(MAY_USE_FUSED):
+            flags.append(Flag(name, "library call", f"Names {_list(made)}."))
         odd = {n for n in names - solved if n.strip(".") in _ODD or n in ("compile", _PRIVATE)}
-        odd |= {n for n in names - known if n.startswith(_LAB)}
-        # An attribute of a module was set: `math.soft = attention`.
+        # `math.soft = attention` sets an attribute of a module.
         odd |= {n for n in names if n[-2:] == " =" and f"import {n.split('.')[0]}" in everywhere}
-        numbers = [
-            one
-            for one in ast.walk(tree or ast.Pass())
-            if isinstance(one, ast.Constant) and isinstance(one.value, int | float)
-        ]
-        if made and not step.exercise.startswith(MAY_USE_FUSED):
-            flags[Flag(step.exercise, "library call", f"Names {_list(made)}.")] = None
+        odd |= {n for n in new if n.startswith(_LAB)}
         if odd:
-            flags[Flag(step.exercise, "odd name", f"Names {_list(odd)}.")] = None
-        if tree is None and _IPYTHON.search(step.source) and not step.source.startswith(_OTHERS):
-            text = "A cell for IPython, which cannot be read as Python."
-            flags[Flag(step.exercise, "odd name", text)] = None
-        if step.exercise and len(numbers) > _MANY_NUMBERS:
-            text = f"Holds {len(numbers)} numbers: are answers written in?"
-            flags[Flag(step.exercise, "many numbers", text)] = None
-    yield from itertools.islice(flags, _MOST_FLAGS)
+            flags.append(Flag(name, "odd name", f"Names {_list(odd)}."))
+        if tree is None and _IPYTHON.search(step.source):
+            flags.append(Flag(name, "odd name", "For IPython, and cannot be read as Python."))
+        values = [getattr(one, "value", None) for one in ast.walk(tree or ast.Pass())]
+        numbers = sum(isinstance(value, int | float) for value in values)
+        if name and numbers > _MANY_NUMBERS:
+            text = f"Holds {numbers} numbers: are answers written in?"
+            flags.append(Flag(name, "many numbers", text))
+    yield from itertools.islice(dict.fromkeys(flags), _MOST_FLAGS)
 
 
 def _list(names: set[str]) -> str:
@@ -250,33 +242,23 @@ def _named(tree: ast.Module | None) -> Iterator[str]:
             case ast.Name(id=name):
                 yield name
             case ast.Attribute(value=value, attr=name):
-                yield f".{name}"
-                whose = getattr(getattr(value, "func", value), "id", "")
-                if name[:1] == "_" and name not in _USUAL and whose not in _OWN:
-                    yield _PRIVATE
+                if getattr(value, "id", "") not in ("self", "cls"):
+                    yield from _dotted(name)
                 if isinstance(node.ctx, ast.Store):
-                    yield f"def .{name}"
                     while isinstance(value, ast.Attribute):
                         name, value = f"{value.attr}.{name}", value.value
                     yield f"{getattr(value, 'id', '')}.{name} ="
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                yield f"def .{name}"
             case ast.MatchClass(kwd_attrs=names):
                 yield from (f".{name}" for name in names)
             case ast.alias(name=name, asname=other):
-                yield from _of_module(name)
-                yield f"import {(other or name).split('.')[0]}"
+                yield from (name, *_dotted(name), f"import {(other or name).split('.')[0]}")
             case ast.ImportFrom(module=str(name), names=names):
-                yield from _of_module(name)
-                yield from (name, *(f"{name}.{one.name}" for one in names))
+                yield from (name, *_dotted(name), *(f"{name}.{one.name}" for one in names))
             case ast.Constant(value=str(text)) if len(text) < 99:
                 # Names in texts: getattr(F, "scaled_dot_product_attention").
                 yield from re.findall(r"%*\w+", text)
 
 
-def _of_module(name: str) -> Iterator[str]:
-    yield name
+def _dotted(name: str) -> Iterator[str]:
     for part in name.split("."):
-        yield f".{part}"
-        if part[:1] == "_" and part not in _USUAL:
-            yield _PRIVATE
+        yield f".{part}" if part[:1] != "_" or part in _USUAL or part in _ODD else _PRIVATE

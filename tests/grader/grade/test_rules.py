@@ -51,15 +51,13 @@ def test_what_looks_odd_is_flagged(kinds, line, kind, magic):
         "def square(x):\n    return torch.as_tensor(x) ** 2",
         "%matplotlib inline\n%time y = square(3)\nout = %timeit -o square(3)\n!ls\n"
         "?torch.exp\ntorch?",
-        "%%bash\necho hello",
-        "class A:\n    def __init__(self):\n        self._attention = 1\n    def attention(self):\n"
-        "        return self._attention\na = A()\na.attention()\na.x = 1",
+        "class A:\n    def __init__(self):\n        self._attention = 1\na = A()\na.x = 1",
         "model = torch.nn.Linear(1, 1)\nmodel.weight.grad = None\n"
         "x = torch.__version__, A.__name__",
     ],
 )
 def test_honest_work_carries_no_flag(kinds, source):
-    assert kinds(f"{source}\nimport torch" if "%%" not in source else source) == []
+    assert kinds(f"{source}\nimport torch") == []
 
 
 def test_a_flood_of_flags_and_of_magics_is_cut_short(hand_in, solved_folder):
