@@ -18,11 +18,7 @@ class LeftOutError(RuntimeError):
 
 
 def left_out(name: str, exercise: str) -> NoReturn:
-    """Say that `name` is missing here, and why.
-
-    Raises:
-        LeftOutError: always.
-    """
+    """Raise LeftOutError, which says why `name` is missing."""
     raise LeftOutError(
         f"{name} is {NOT_HERE}, because it answers exercise {exercise}. What needs it runs as soon "
         "as your own solution passes its checks, or not in this edition."

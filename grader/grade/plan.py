@@ -8,12 +8,12 @@ Flags name what an instructor should look at in a solution's text; they take no 
 
 import ast
 import builtins
-import dis
+import contextlib
 import itertools
 import re
+import symtable
 import textwrap
 import tomllib
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +26,6 @@ from labsupport.course.editions import CODE_STUB
 # Exercises whose solutions may call fused attention: to use it is what they ask.
 MAY_USE_FUSED = ("ex-1-6", "ex-2-2")
 _LIGHT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-_LOADS, _STORES = ("LOAD_NAME", "LOAD_GLOBAL"), ("STORE_NAME", "STORE_GLOBAL")
 _SOLUTION = re.compile("### BEGIN SOLUTION.*?### END SOLUTION", re.DOTALL)
 _HIDDEN = re.compile("### BEGIN HIDDEN TESTS.*?### END HIDDEN TESTS", re.DOTALL)
 
@@ -140,7 +139,13 @@ def parsed(source: str) -> ast.Module | None:
     Of a magic, its name stays as a text, and its argument if that is Python. (IPython's own
     translation takes minutes for hundreds of magics.)
     """
-    return _tree(source) or _tree(textwrap.dedent(_MAGIC.sub(_as_text, _HELP.sub("", source))))
+    return _tree(_python(source))
+
+
+def _python(source: str) -> str:
+    if _tree(source):
+        return source
+    return textwrap.dedent(_MAGIC.sub(_as_text, _HELP.sub("", source)))
 
 
 def _as_text(magic: re.Match[str]) -> str:
@@ -159,23 +164,16 @@ def _tree(source: str) -> ast.Module | None:
 @lru_cache(maxsize=4096)
 def names_of(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the global names that a cell looks up, and those to which it gives a value."""
-    tree, found = parsed(source), []
-    try:
-        if tree is not None:
-            flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-            found = list(_instructions(compile(tree, "<cell>", "exec", flags, dont_inherit=True)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        pass
-    loaded = frozenset(one.argval for one in found if one.opname in _LOADS)
-    bound = frozenset(one.argval for one in found if one.opname in _STORES)
-    return loaded - set(dir(builtins)), bound
-
-
-def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _instructions(constant)
+    tables = []
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        tables = [symtable.symtable(_python(source), "<cell>", "exec")]
+    for table in tables:
+        tables += table.get_children()
+    found = [(t, one) for t in tables for one in t.get_symbols()]
+    found = [one for t, one in found if t.get_type() == "module" or one.is_global()]
+    loaded = frozenset(one.get_name() for one in found if one.is_referenced())
+    bound = (one.get_name() for one in found if one.is_assigned() or one.is_imported())
+    return loaded - set(dir(builtins)), frozenset(bound)
 
 
 def _as_given(cell: Cell) -> str:

@@ -29,11 +29,7 @@ _PARENT_DEATH_SIGNAL, _NO_NEW_PRIVILEGES, _SET_FILTER, _ALL_THREADS = 1, 38, 1, 
 
 
 def forbid() -> None:
-    """Forbid this process to start programs or processes; end it when its parent ends.
-
-    Raises:
-        OSError: the system does not know how.
-    """
+    """Forbid this process to start programs; end it with its parent; raise OSError if it can't."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PARENT_DEATH_SIGNAL, 9, 0, 0, 0)
     if platform.machine() not in _MACHINES:
