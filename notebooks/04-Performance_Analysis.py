@@ -2353,7 +2353,7 @@ plotting.plot_launches(
 
 # %% [markdown]
 # A short call is as slow as its launches, whatever the kernels do. FlashAttention launches one kernel where the textbook
-# launches four: it takes less time, but between its calls the GPU still waits. A CUDA graph launches all four at once,
+# launches four: it takes less time, but between its calls the GPU still waits. A CUDA graph launches all four together,
 # and shows what is left between kernels then. Larger batches help, too, and `torch.compile` can do all three. A copy on a
 # stream of its own fills gaps only if the program launches it early enough. With 8,192 tokens each kernel takes longer
 # than the next launch: the CPU is always ahead, and only a faster kernel helps. So look inside, at 4,096 tokens:
