@@ -1,6 +1,6 @@
 """Scaling of training over devices: time of a step and memory, under DDP, under FSDP, in a ring.
 
-OMP_NUM_THREADS=8 torchrun --nproc-per-node 8 -m benchmarks data_parallel --save NAME
+torchrun --nproc-per-node 8 -m benchmarks data_parallel --save NAME
 python -m benchmarks data_parallel --processes 2      (starts them itself)
 
 One start measures all numbers of ranks: each case runs on a group of the first ranks, and the
@@ -144,6 +144,9 @@ def on_all_ranks(
 
     def on_this_rank(on_rows: Any = None) -> pd.DataFrame | None:
         info = setup_ddp(backend, timeout)
+        # FSDP's offloading updates weights on the CPU, and torchrun gives each rank one thread.
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", info.world))
+        torch.set_num_threads(max(1, min(16, (os.cpu_count() or 1) // ranks_here)))
         table = function(on_rows=None if info.rank else on_rows)
         cleanup_ddp()
         return None if info.rank else table

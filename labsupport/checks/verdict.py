@@ -55,9 +55,12 @@ class _Shown:
     begins = "Check failed: "
 
     def _render_traceback_(self) -> list[str]:
+        said = f"{self.begins}{self}"
+        if "LeftOutError: " in said:  # in an exam: what is missing, without where it was called
+            said = said.rpartition("LeftOutError: ")[2].partition("\n")[0]
         return [
             line
-            for paragraph in f"{self.begins}{self}".split("\n")
+            for paragraph in said.split("\n")
             for line in textwrap.wrap(paragraph, LINE, break_long_words=False) or [""]
         ]
 

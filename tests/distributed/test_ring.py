@@ -443,6 +443,19 @@ def test_a_large_log_sum_exp_does_not_overflow(merge):
     torch.testing.assert_close(lse, part_lse + 0.313, atol=1e-3, rtol=0)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_the_merge_kernel_reads_before_it_writes():
+    """Threads that have the same numbers must not see one another's results."""
+    part, part_lse = a_result(4096, torch.bfloat16, seed=1, head_dim=128)
+    for seed in range(2, 22):
+        out, lse = a_result(4096, torch.bfloat16, seed, 128)
+        own, other = (x.transpose(1, 2).float() for x in (out, part))
+        wanted, wanted_lse = merge_attention(own, lse, other, part_lse)
+        launch_merge(out, lse, part, part_lse)
+        torch.testing.assert_close(lse, wanted_lse, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(out.transpose(1, 2), wanted.bfloat16())
+
+
 def test_the_first_part_of_a_gradient_fills_the_rest_with_zeros():
     like, part = draw(1, 6, 2, 8).half(), draw(1, 2, 2, 8, seed=1).half()
     total = Total(like, 2)

@@ -78,8 +78,7 @@ belongs, and one for each time that it is computed again.
 class PeerCopies:
     """Slots in the memory of each rank of one machine, mapped by all; a group's rings share them.
 
-    PyTorch's symmetric memory maps them; where it can't, CUDA's older handles of memory do, and an
-    all-reduce of one number is the barrier.
+    They are PyTorch's symmetric memory.
 
     Attributes:
         nbytes: of this rank's slots.
@@ -92,23 +91,19 @@ class PeerCopies:
 
     def grow(self, group: dist.ProcessGroup, nbytes: int) -> None:
         """Give each rank `nbytes` for its slots; all ranks call it alike."""
-        failures: list[str] = []
-        for map_memory in (self._map_symmetric, self._map_by_handles):
-            if nbytes <= self.nbytes:
-                return
-            failed = ""
-            try:
-                with torch.cuda.device(self.stream.device):
-                    map_memory(group, self.stream.device, nbytes)
-            except Exception as error:
-                failed = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            failures = [why for why in all_gather_object(failed, group) if why]
-            if not failures:
-                self.nbytes = nbytes
-        if failures:
-            raise RuntimeError(failures[0])
+        if nbytes <= self.nbytes:
+            return
+        failed = ""
+        try:
+            with torch.cuda.device(self.stream.device):
+                self._map(group, self.stream.device, nbytes)
+        except Exception as error:
+            failed = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if reasons := [why for why in all_gather_object(failed, group) if why]:
+            raise RuntimeError(f"no symmetric memory of {nbytes:,} bytes: {reasons[0]}")
+        self.nbytes = nbytes
 
-    def _map_symmetric(self, group: Any, device: torch.device, nbytes: int) -> None:
+    def _map(self, group: Any, device: torch.device, nbytes: int) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         # Nothing here needs NVLink's multicast, and not every machine can.
@@ -120,19 +115,6 @@ class PeerCopies:
         self._peers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in ranks]
         self._barrier = lambda: handle.barrier(0, _MINUTES * 60_000)
         self._own = own, handle
-
-    def _map_by_handles(self, group: Any, device: torch.device, nbytes: int) -> None:
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        own = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        rank, token = dist.get_rank(group), torch.zeros(1, device=device)
-        by_rank = all_gather_object(reduce_tensor(own), group)
-        self._peers = [
-            own if peer == rank else rebuild(*given)
-            for peer, (rebuild, given) in enumerate(by_rank)
-        ]
-        self._barrier = lambda: dist.all_reduce(token, group=group)
-        self._own = own, token
 
     def slot(self, rank: int, begin: int, like: Pair) -> Pair:
         """Return the slot of a rank that begins at this byte, as two tensors like these."""

@@ -98,13 +98,13 @@ class Sampler:
         """Return the likeliest token, or a random one."""
         if not self.temperature:
             return logits.argmax(-1)
-        scores = logits.float() / self.temperature
+        tokens = None
         if self.top_k is not None:
-            least = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
-            scores = scores.masked_fill(scores < least, -torch.inf)
+            logits, tokens = logits.topk(min(self.top_k, logits.shape[-1]), sorted=False)
+        p = (logits.float() / self.temperature).softmax(-1)
         # The first of exponential waiting times with rates p has probability p.
-        waits = torch.empty_like(scores).exponential_(generator=self.generator)
-        return (scores.softmax(-1) / waits).argmax(-1)
+        chosen = (p / torch.empty_like(p).exponential_(generator=self.generator)).argmax(-1)
+        return chosen if tokens is None else tokens.gather(-1, chosen[:, None])[:, 0]
 
 
 def batch_of(rows: Sequence[Sequence[int]], device: torch.device | str, pad: int = 0) -> Batch:
