@@ -1217,8 +1217,9 @@ error = (torch.cat(outputs, dim=1) - exact).abs().max()
 print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-6)}")
 
 # %% [markdown]
-# The result is exact: the sums have the same terms, in another order. The backward pass goes around the ring, too. The gradients of K
-# and V travel along with their keys, collect a contribution from each rank, and return to their own rank (theory chapter 11).
+# The result is exact: the sums have the same terms, in another order. The backward pass goes around the ring, too. In its simplest form, the
+# gradients of K and V travel along with their keys, collect a contribution from each rank, and return to their own rank. (The lab's
+# complete ring sends each contribution straight there: theory chapter 11.)
 #
 # ## 3.12 · Equal work
 #

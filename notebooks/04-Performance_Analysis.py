@@ -1068,7 +1068,7 @@ checks.check_update_dtype(update)
 # A tile of pointers is a column plus a row: `Q + rows[:, None] * stride_qn + d[None, :]`. You also have `tl.zeros([n], tl.float32)`,
 # `tl.full`, `tl.trans(x)`, `tl.log2(x)` and `tl.minimum(a, b)`.
 #
-# Correct comes first. Then make it fast: a mask takes time on every tile, and few tiles need one.
+# First make it correct. Then make it fast: a mask takes time on every tile, but few tiles need one.
 #
 # A row that sees no key stores 0, and -inf as its log-sum-exp. `tl.program_id(0)` is the block of queries, `tl.program_id(1)` the head.
 #
@@ -2353,9 +2353,9 @@ plotting.plot_launches(
 
 # %% [markdown]
 # A short call is as slow as its launches, whatever the kernels do. FlashAttention launches one kernel where the textbook
-# launches four: it takes less time, but between its calls the GPU still waits. A CUDA graph launches all four together,
-# and shows what is left between kernels then. Larger batches help, too, and `torch.compile` can do all three. A copy on a
-# stream of its own fills gaps only if the program launches it early enough. With 8,192 tokens each kernel takes longer
+# launches four: it takes less time, but the GPU still waits between its calls. A CUDA graph launches all four together, and only
+# short gaps between the kernels remain. Larger batches help, too, and `torch.compile` can do all three. A copy on a
+# separate stream fills gaps only if the program launches it early enough. With 8,192 tokens each kernel takes longer
 # than the next launch: the CPU is always ahead, and only a faster kernel helps. So look inside, at 4,096 tokens:
 
 # %%
@@ -2376,12 +2376,12 @@ stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_nu
 # | `math_pipe_throttle`, `gmma` | for tensor cores that are busy, which is good |
 # | `wait` | a fixed number of cycles, for the instruction before: normal in dense arithmetic |
 # | `barrier` | for other warps of its program |
-# | `not_selected` | for its turn: it is ready, and another warp is as well |
+# | `not_selected` | for its turn: it is ready, but so is another warp |
 #
 # The textbook's two products and its scaling wait for memory: they are bound by the $N \times N$ numbers that they write or read, and
 # their tensor cores idle. The softmax has ready warps most of the time. In FlashAttention most waiting is `wait`, the latency of
-# instructions that depend on each other, as in any dense arithmetic. The lab's Triton kernel has no such peak: loads come first, with little
-# more than a quarter. [Chapter 8](../theory/08-performance-model.md#reading-a-kernels-counters) reads a report further.
+# instructions that depend on each other, as in any dense arithmetic. The lab's Triton kernel has no such peak: its largest share, little more than
+# a quarter, is waiting for loads. [Chapter 8](../theory/08-performance-model.md#reading-a-kernels-counters) reads a report further.
 
 # %% [markdown]
 # ## What you measured

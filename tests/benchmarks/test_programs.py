@@ -104,7 +104,7 @@ def test_what_does_not_exist_is_refused_before_anything_starts(capsys):
     for wrong, said in (
         ("sequence_parallel --layouts zigzg", "there is no zigzg, only zigzag, contiguous"),
         ("sequence_parallel --savings 99", "invalid choice: 99"),
-        ("training --strategies=7", "only 0, 1, 2, 3, 4, 5, 6"),
+        ("training --strategies=9", "only 0, 1, 2, 3, 4, 5, 6"),
         ("data_parallel --presets large", "no preset"),
         ("peers --peers nothing", "unknown backend 'nothing'"),
         ("training --longest --limit 1GiB --device cpu", "needs a GPU"),
