@@ -166,12 +166,9 @@ def write_files(target: Path, files: Iterable[tuple[str, str]]) -> None:
 
 
 def record_cases(notebooks: list[Path]) -> dict[str, list[Any]]:
-    """Run the visible checks of solved notebooks, and write down what their references give.
+    """Run the visible checks of solved notebooks; return what their references give, by check.
 
-    They come in order, by the check's name.
-
-    Raises:
-        ReleaseError: a solution does not pass its check.
+    Raise ReleaseError if a solution does not pass.
     """
     from labsupport import checks  # PyTorch with it, which the program's other commands do without
     from labsupport.checks import cases

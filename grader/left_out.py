@@ -22,21 +22,13 @@ class LeftOutError(RuntimeError):
 
 
 def left_out(name: str, exercise: str) -> NoReturn:
-    """Say that `name` is missing here, and why.
-
-    Raises:
-        LeftOutError: always.
-    """
+    """Raise LeftOutError, which says why `name` is missing."""
     which = "exercises" if "," in exercise else "exercise"
     raise LeftOutError(f"{name} is {NOT_HERE}: it answers {which} {exercise}.")
 
 
 def waits_for(exercise: str, name: str) -> NoReturn:
-    """Say which exercise a cell waits for.
-
-    Raises:
-        LeftOutError: always.
-    """
+    """Raise LeftOutError, which says which exercise a cell waits for."""
     raise LeftOutError(
         f"{WAITS} exercise {exercise}: it needs your {name}, which must pass its check."
     )

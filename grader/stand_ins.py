@@ -1,4 +1,4 @@
-"""Functions that run in the exam edition in place of those that answer an exercise.
+"""Functions of the exam edition in place of those that answer an exercise.
 
 They call PyTorch's own functions, or the student's, once those have passed a check. No check takes
 them for an answer: while one runs, and where a submission is graded, they are left out.

@@ -369,8 +369,8 @@ print(forms_table.round(digits).to_string())
 #
 # FlashAttention over a long text is bound by *arithmetic*, forward and backward: intensity grows with $N$. (The backward has 2.5 times
 # the FLOPs of the forward: five products for two.) What is bound by memory: short texts, and a decode step, whatever the length of its
-# cache. Its single query does one FLOP for each byte it reads, and 4 with grouped heads: four queries share a key. More tokens at
-# once, as speculative decoding does, multiply it.
+# cache. Its single query does one FLOP for each byte it reads, and 4 with grouped heads: four queries share a key. Several
+# tokens per step, as in speculative decoding, multiply the intensity.
 #
 # A window takes FLOPs away, but no bytes. The lab's `roofline` knows it, and gives least time and bound of any `Case`, of the lab's
 # recorded runs as well:
@@ -1068,7 +1068,7 @@ checks.check_update_dtype(update)
 # A tile of pointers is a column plus a row: `Q + rows[:, None] * stride_qn + d[None, :]`. You also have `tl.zeros([n], tl.float32)`,
 # `tl.full`, `tl.trans(x)`, `tl.log2(x)` and `tl.minimum(a, b)`.
 #
-# Correct comes first. Then make it fast: a mask takes time on every tile, and few tiles need one.
+# First make it correct. Then make it fast: a mask takes time on every tile, but few tiles need one.
 #
 # A row that sees no key stores 0, and -inf as its log-sum-exp. `tl.program_id(0)` is the block of queries, `tl.program_id(1)` the head.
 #
@@ -2232,8 +2232,8 @@ plotting.plot_rescalings(
 
 # %% [markdown]
 # Without a threshold a row's maximum rises less than four times, but a warp rescales in two tiles of three, because
-# nearly always one of its 32 rows needs it. With 8, random scores of the usual size never need it; those 8 times as large need it once a row. Rising scores need it often. Each rescaling
-# raises $r$ by *more* than 8, so a row has fewer than (last maximum - first one) / 8 of them, here 13 instead of 62.
+# nearly always one of its 32 rows needs it. With 8, random scores of the usual size never need it; those 8 times as large need it
+# once a row. Rising scores need it often. Each rescaling raises $r$ by *more* than 8, so a row has fewer than (last maximum - first one) / 8 of them, here 13 instead of 62.
 # But the rows of a warp soon rescale in different tiles, so the warp gains little. In this order the threshold helps
 # little; in a random one it saves every rescaling, or most of them if scores are large.
 #
@@ -2250,9 +2250,9 @@ plotting.plot_rescalings(
 # profiler answers the first question, a report of Nsight Compute the second. Both were recorded on an H100 with
 # `python -m benchmarks trace`.
 #
-# Python launches one kernel after the other, and each launch takes the CPU some microseconds. If a kernel is done
-# sooner than the next one is launched, the GPU waits: this is a *launch gap*. Kernels on different *streams* may run at
-# the same time, such as a copy of the next inputs beside a product.
+# Python launches one kernel after the other, and each launch takes the CPU some microseconds. If a kernel ends
+# before the next one is launched, the GPU waits: this is a *launch gap*. Kernels on different *streams* may run at
+# the same time, for example a product and a copy of the next inputs.
 #
 # ### Exercise 4-8 · Gaps and stalls
 # ●●○ · 10 minutes · 0 points (optional)
@@ -2260,10 +2260,10 @@ plotting.plot_rescalings(
 # | function | takes | returns |
 # | --- | --- | --- |
 # | `launch_gap(trace)` | a DataFrame: a row for each kernel or copy, in any order, with `start_us`, `duration_us`, `name`, `stream` | the share of the time from the first start to the last end in which nothing runs, on any stream |
-# | `stall(report, kernel)` | a DataFrame with `launch`, `kernel`, `reason`, `cycles`, and a kernel's name | the reason that this kernel's warps wait for most, and its share of all that they wait |
+# | `stall(report, kernel)` | a DataFrame with `launch`, `kernel`, `reason`, `cycles`, and a kernel's name | the reason for which this kernel's warps wait longest, and its share of all their waiting |
 #
-# `cycles` is how long a warp waited for this reason, on average, between two instructions. The reason `"selected"` is no waiting:
-# in this cycle the warp issues an instruction. If a kernel has several launches, average each reason's cycles over them.
+# `cycles` is the average time that a warp waited for this reason between two instructions. `"selected"` is not a wait: in this
+# cycle the warp issues an instruction. If a kernel has several launches, average each reason's cycles over them.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -2353,9 +2353,9 @@ plotting.plot_launches(
 
 # %% [markdown]
 # A short call is as slow as its launches, whatever the kernels do. FlashAttention launches one kernel where the textbook
-# launches four: it takes less time, but between its calls the GPU still waits. A CUDA graph launches all four at once,
-# and shows what is left between kernels then. Larger batches help, too, and `torch.compile` can do all three. A copy on a
-# stream of its own fills gaps only if the program launches it early enough. With 8,192 tokens each kernel takes longer
+# launches four: it takes less time, but the GPU still waits between its calls. A CUDA graph launches all four together, and only
+# short gaps between the kernels remain. Larger batches help, too, and `torch.compile` can do all three. A copy on a
+# separate stream fills gaps only if the program launches it early enough. With 8,192 tokens each kernel takes longer
 # than the next launch: the CPU is always ahead, and only a faster kernel helps. So look inside, at 4,096 tokens:
 
 # %%
@@ -2376,12 +2376,12 @@ stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_nu
 # | `math_pipe_throttle`, `gmma` | for tensor cores that are busy, which is good |
 # | `wait` | a fixed number of cycles, for the instruction before: normal in dense arithmetic |
 # | `barrier` | for other warps of its program |
-# | `not_selected` | for its turn: it is ready, and another warp is as well |
+# | `not_selected` | for its turn: it is ready, but so is another warp |
 #
 # The textbook's two products and its scaling wait for memory: they are bound by the $N \times N$ numbers that they write or read, and
 # their tensor cores idle. The softmax has ready warps most of the time. In FlashAttention most waiting is `wait`, the latency of
-# instructions that depend on each other, as in any dense arithmetic. The lab's Triton kernel has no such peak: loads come first, with little
-# more than a quarter. [Chapter 8](../theory/08-performance-model.md#reading-a-kernels-counters) reads a report further.
+# instructions that depend on each other, as in any dense arithmetic. The lab's Triton kernel has no such peak: its largest share, little more than
+# a quarter, is waiting for loads. [Chapter 8](../theory/08-performance-model.md#reading-a-kernels-counters) reads a report further.
 
 # %% [markdown]
 # ## What you measured

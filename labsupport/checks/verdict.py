@@ -311,7 +311,7 @@ def _outside() -> str:
     shown = ", ".join(f"{name} ({_shown(value)})" for name, value in known.items())
     return (
         f"Note: {function.__name__} reads {shown} from the notebook, not from its arguments. If "
-        "that was not meant, compute it from the arguments."
+        "you did not intend that, compute it from the arguments."
     )
 
 

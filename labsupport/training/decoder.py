@@ -156,7 +156,7 @@ class Decoder(nn.Module):
             if last >= self.config.max_positions:
                 raise ValueError(
                     f"position {last} is beyond the {self.config.max_positions} that this model "
-                    'has learned: shorten the sequence, or take positions="rotary".'
+                    'has learned: shorten the sequence, or use positions="rotary".'
                 )
             x = x + self.position_embedding(positions)
         else:

@@ -1,4 +1,4 @@
-"""Ways to need less memory at a time, and a limit that makes sure of it.
+"""Ways to use less memory, and a limit to test them.
 
 in_chunks               a function of single tokens, such as an MLP, for some of them at a time (Liu
                         and Abbeel, arXiv 2305.19370)
@@ -65,7 +65,7 @@ def in_chunks(fn: Callable[[Tensor], Tensor], x: Tensor, size: int | None) -> Te
 class HostStore:
     """Host memory for one forward pass: what autograd saves, and the results of attention.
 
-    On a GPU that memory is pinned, and a stream of its own copies while kernels run. `hooks` moves
+    On a GPU that memory is pinned, and a separate stream copies while kernels run. `hooks` moves
     what is saved inside of it. `results` makes attention run once: each later call, by which a
     checkpoint recomputes it, takes the output and the log-sum-exp from here.
 
@@ -167,7 +167,7 @@ def default_chunk(vocabulary: int) -> int:
 
 
 # The loop's length, the check of the labels and the choice to work in place are Python's business.
-# (torch.compiler.disable does the same, and imports torch._dynamo at once: a second a process.)
+# (torch.compiler.disable does the same, and imports torch._dynamo immediately: a second a process.)
 @torch._disable_dynamo
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int | None = None
@@ -366,7 +366,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _limited_process(limit: int) -> Iterator[None]:
     """Limit what belongs to the process alone and can be written (proc(5): VmData)."""
     if not sys.platform.startswith("linux"):
-        raise RuntimeError("memory_limit can limit a CPU process on Linux only: take a container")
+        raise RuntimeError("memory_limit can limit a CPU process on Linux only: use a container")
     import resource  # not on Windows
 
     # Start PyTorch's threads while there is memory for their stacks: OpenMP ends the process when

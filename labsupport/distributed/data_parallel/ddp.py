@@ -1,4 +1,4 @@
-"""DDP: every rank holds the whole model, and works on its own micro-batches.
+"""DDP: every rank stores the whole model, and works on its own micro-batches.
 
 One step of a rank with three micro-batches:
 
@@ -45,7 +45,7 @@ class AllReduces:
 
 
 def counted_all_reduce(counter: AllReduces, bucket: dist.GradBucket) -> Future[Tensor]:
-    """DDP's communication hook: what it would do anyway (divide by W, all-reduce), counted.
+    """DDP's communication hook: its default (divide by W, all-reduce), counted.
 
     DDP reads these annotations, and takes no strings for them: this file must not import
     `annotations` from `__future__`.

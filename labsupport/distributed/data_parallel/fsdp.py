@@ -1,4 +1,4 @@
-"""FSDP: every rank holds a W-th part of each tensor, and gets the rest when it needs it.
+"""FSDP: every rank stores a W-th part of each tensor, and gathers the rest when needed.
 
 One step, with W ranks, for each block:
 

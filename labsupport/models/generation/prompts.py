@@ -165,7 +165,7 @@ def encode(
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse what cannot continue a text.
+    """Refuse a model that cannot continue a text.
 
     Raises:
         ValueError: no causal language model, or one in training mode.
@@ -177,11 +177,11 @@ def check_model(model: PreTrainedModel) -> None:
             "of Transformers, such as LlamaForCausalLM (and no encoder-decoder)"
         )
     if model.training:
-        raise ValueError("the model is in training mode, and its dropout is active: model.eval()")
+        raise ValueError("the model is in training mode, with dropout: call model.eval()")
 
 
 def check_room(model: PreTrainedModel, batch: Batch, max_new_tokens: int) -> None:
-    """Refuse tokens that the model has no place for.
+    """Refuse more tokens than the model has positions.
 
     Raises:
         ValueError: a token beyond the rows of the embedding; a prompt that, with the new tokens, is
