@@ -1404,7 +1404,7 @@ assert (found - exact).abs().max() < 2e-6
 # %% [markdown]
 # That is ring attention, forward. A real one adds the backward pass, windows, and any kernel for a block. `ring_on_ranks`
 # (`labsupport/distributed/demos.py`) calls the lab's `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`: flash-attn's layout and
-# options, one shard on each rank. Are they right? Forward and backward, with RoPE, against one device in float64:
+# options, one shard on each rank. Are they right? Forward and backward, against one device in float64:
 
 # %%
 looked = launch(demos.ring_on_ranks, processes=2, device="cpu")  # some seconds
