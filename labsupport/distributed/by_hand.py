@@ -13,16 +13,15 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from labsupport.distributed.data_parallel.ddp import AllReduces, wrap
 from labsupport.distributed.minimal_ring import send_on
 
 T = TypeVar("T")
@@ -33,7 +32,7 @@ class RehearsalError(RuntimeError):
     """The ranks of a rehearsal do not fit together."""
 
 
-class Comm(Protocol):
+class Comm:
     """Communication of one rank.
 
     Attributes:
@@ -43,48 +42,47 @@ class Comm(Protocol):
         gathered: weak references to what `all_gather` returned.
     """
 
-    rank: int
-    world: int
-    log: list[tuple[str, int]]
-    gathered: list[weakref.ref[Tensor]]
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.log: list[tuple[str, int]] = []
+        self.gathered: list[weakref.ref[Tensor]] = []
 
     def send_on(self, pair: Pair) -> Callable[[], Pair]:
         """Start sending two tensors to the next rank; the result waits for the previous rank's."""
-        ...
+        raise NotImplementedError
 
     def all_reduce(self, x: Tensor) -> Callable[[], None]:
         """Start adding up x over all ranks, in place; the result waits until x holds the sum."""
-        ...
+        raise NotImplementedError
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """Return the shards of all ranks, one below the other (dimension 0)."""
-        ...
+        raise NotImplementedError
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of the sum of `whole` over all ranks."""
-        ...
+        raise NotImplementedError
 
 
-class ProcessComm:
-    """Communication by torch.distributed, in the default process group; see `Comm`.
+class ProcessComm(Comm):
+    """Communication by torch.distributed, in the default process group.
 
     Attributes:
         most_gathered: the most bytes of gathered tensors that were alive at a time.
     """
 
+    most_gathered = 0
+
     def __init__(self) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.log: list[tuple[str, int]] = []
-        self.gathered: list[weakref.ref[Tensor]] = []
-        self.most_gathered = 0
+        super().__init__(dist.get_rank(), dist.get_world_size())
 
     def send_on(self, pair: Pair) -> Callable[[], Pair]:
-        """Start sending two tensors to the next rank."""
+        """See `Comm`."""
         self.log.append(("send_on", sum(x.nbytes for x in pair)))
         return send_on(pair)
 
     def all_reduce(self, x: Tensor) -> Callable[[], None]:
-        """Start adding up x over all ranks, in place."""
+        """See `Comm`."""
         self.log.append(("all_reduce", x.nbytes))
         work = dist.all_reduce(x, async_op=True)
 
@@ -95,7 +93,7 @@ class ProcessComm:
         return wait
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        """Return the shards of all ranks."""
+        """See `Comm`."""
         self.log.append(("all_gather", shard.nbytes))
         parts = [torch.empty_like(shard) for _ in range(self.world)]
         dist.all_gather(parts, shard.contiguous())
@@ -106,7 +104,7 @@ class ProcessComm:
         return whole
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of the sum."""
+        """See `Comm`."""
         self.log.append(("reduce_scatter", whole.nbytes))
         parts = [part.contiguous() for part in whole.chunk(self.world)]
         own = torch.empty_like(parts[0])
@@ -191,14 +189,12 @@ class _Meeting:
             self.changed.notify_all()
 
 
-class _ThreadComm:
-    """Communication of a rank in a rehearsal; see `Comm`."""
+class _ThreadComm(Comm):
+    """Communication of a rank in a rehearsal."""
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
-        self.rank, self.world, self._meeting = rank, meeting.world, meeting
-        self.log: list[tuple[str, int]] = []
-        self.gathered: list[weakref.ref[Tensor]] = []
-        self._sent = self._collectives = 0
+        super().__init__(rank, meeting.world)
+        self._meeting, self._sent, self._collectives = meeting, 0, 0
 
     def send_on(self, pair: Pair) -> Callable[[], Pair]:
         if len(pair) != 2:
@@ -368,10 +364,9 @@ def train_on_rank(
     loader = DataLoader(data, batch_size=8, sampler=sampler)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     forward: nn.Module = model
-    last, finish = False, None
+    last, finish, counter = False, None, AllReduces()
     if attach is None:
-        forward = DistributedDataParallel(model, bucket_cap_mb=cap / 2**20)  # type: ignore[arg-type]
-        forward.register_comm_hook(comm.log, _counted)
+        forward, counter = wrap(model, bucket_cap_mb=cap / 2**20)
     else:
         finish = attach(list(model.parameters()), comm, lambda: last)
 
@@ -383,6 +378,7 @@ def train_on_rank(
     stream = batches()
     for _ in range(steps):
         comm.log.clear()
+        counter.calls = counter.nbytes = 0
         optimizer.zero_grad()
         for number in range(micro_batches):
             last = number == micro_batches - 1
@@ -395,18 +391,11 @@ def train_on_rank(
             finish()
         optimizer.step()
     sent = [size for name, size in comm.log if name == "all_reduce"]
-    parameters = [p.detach().clone() for p in model.parameters()]
-    return {"parameters": parameters, "all_reduces": len(sent), "bytes": sum(sent)}
-
-
-def _counted(log: list[tuple[str, int]], bucket: dist.GradBucket) -> Future[Tensor]:
-    """Average a bucket as DistributedDataParallel does, and note it.
-
-    DDP reads these annotations, and takes no strings for them: this file must not import
-    `annotations` from `__future__`.
-    """
-    log.append(("all_reduce", bucket.buffer().nbytes))
-    return allreduce_hook(dist.group.WORLD, bucket)  # pyrefly: ignore[bad-argument-type]
+    return {
+        "parameters": [p.detach().clone() for p in model.parameters()],
+        "all_reduces": len(sent) + counter.calls,
+        "bytes": sum(sent) + counter.nbytes,
+    }
 
 
 def layer_memory(layer: Any, *, width: int = 1024, layers: int = 4) -> list[dict[str, Any]]:

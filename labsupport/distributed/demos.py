@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labsupport.attention import oracle_attention
-from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
 from labsupport.distributed.data_parallel import share_of, train_with_ddp, train_with_fsdp
 from labsupport.distributed.process_group import (
     RankInfo,
@@ -27,13 +25,9 @@ from labsupport.distributed.process_group import (
     cleanup_ddp,
     setup_ddp,
 )
-from labsupport.distributed.ring import (
-    gather_sequence,
-    last_ring_call,
-    positions_of,
-    ring_attention,
-    shard_sequence,
-)
+from labsupport.distributed.ring import last_ring_call, ring_attention, shard_sequence
+from labsupport.distributed.ring.attention import LAYOUTS
+from labsupport.distributed.ring_programs import errors_of, one_device, whole_ring
 from labsupport.distributed.sequence_parallel import shard_batch, shard_model
 from labsupport.profiling import measure_peak_memory
 from labsupport.training import (
@@ -49,7 +43,6 @@ from labsupport.training.tasks.recall import Stage, load_recall, recall_batches
 
 Rows = list[dict[str, Any]]
 Spans = list[tuple[float, float]]
-LAYOUTS = ("contiguous", "zigzag")
 _HEADS, _HEAD_DIM = 4, 64
 
 
@@ -75,8 +68,14 @@ def ring_on_ranks(
         memory: of `step_memory` (`lengths`).
     """
     with _group() as info:
+        whole = _draw(seqlen, info, count=4)
+        exact = one_device(whole)
         return {
-            "errors": [row for layout in LAYOUTS for row in _errors(info, layout, seqlen)],
+            "errors": [
+                {"case": layout, **row}
+                for layout in LAYOUTS
+                for row in errors_of(whole_ring(info, whole, layout=layout), exact)
+            ],
             "losses": _losses(info),
             "spans": [row for layout in LAYOUTS for row in _spans(info, layout, timed)],
             "memory": [_memory(info, length) for length in lengths],
@@ -133,48 +132,6 @@ def leave(rank: int = 1) -> None:
 
 
 # --- ring attention, from several sides -----------------------------------------------------------
-
-
-def _errors(info: RankInfo, layout: str, seqlen: int) -> Rows:
-    whole = _draw(seqlen, info, count=4)
-    everywhere = torch.arange(seqlen, device=info.device)
-    right = _with_gradients(whole, everywhere, _oracle, dtype=torch.float64)
-    cut: dict[str, Any] = {"zigzag": layout == "zigzag"}
-    own = [shard_sequence(x, info.rank, info.world, **cut) for x in whole]
-    positions = positions_of(seqlen // info.world, info.rank, info.world, device=info.device, **cut)
-    ring = partial(ring_attention, layout=layout, causal=True)
-    rows = []
-    for name, shard in _with_gradients(own, positions, ring).items():
-        wrong = gather_sequence(shard, **cut).double() - right[name]
-        rows.append(
-            {
-                "case": layout,
-                "tensor": name,
-                "max": wrong.abs().max().item(),
-                "rmse": wrong.square().mean().sqrt().item(),
-                "relative": (wrong.norm() / right[name].norm()).item(),
-            }
-        )
-    return rows
-
-
-def _with_gradients(
-    tensors: Sequence[Tensor],
-    positions: Tensor,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    dtype: torch.dtype = torch.float32,
-) -> dict[str, Tensor]:
-    """Turned by RoPE, forward and backward: out, and the gradients before the turn."""
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors[:3])
-    cos, sin = (table.to(dtype) for table in rotary_angles(positions, _HEAD_DIM))
-    out = attend(apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin), v)
-    gradients = torch.autograd.grad(out, (q, k, v), tensors[3].to(dtype))
-    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
-
-
-def _oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return oracle_attention(*heads_first, causal=True)[0].transpose(1, 2)
 
 
 def _losses(info: RankInfo) -> Rows:

@@ -8,8 +8,7 @@ BENCH. A step of all ranks takes as long as the slowest: they begin together, an
 median of many repeats. The theoretical optimum is W times what one device needs for a shard of the
 same length by the same kernel: under a causal mask, W times the tokens are W^2 times the work, on W
 devices. What is between `without_messages_ms` (the same ring, nothing sent) and `median_ms` is
-communication that did not hide behind the compute. `memory_growth` is the ring's peak over one
-device's for a shard plus the buffers that a ring needs (`buffer_bytes`): MEMORY_MARK at most.
+communication that did not hide behind the compute.
 """
 
 from __future__ import annotations
@@ -212,7 +211,7 @@ def check(
         )
         for count in (heads, kv_heads, kv_heads, heads)
     ]
-    oracle = _one_device([x.double() for x in whole])
+    oracle = one_device(whole)
     q, k, v, _ = whole
     automatic, why_not = Ring().connect("auto", (k, v), 1)
     transports = TRANSPORTS if automatic == "copy_engines" else (automatic,)
@@ -230,14 +229,14 @@ def check(
             of, got = f"{layout:11} {kernel.name:12}", list[Tensor]()
             of = f"{transport:12} {of}" if transports[1:] else of
             options = {"layout": layout, "kernel": kernel.name, "transport": transport}
-            if problem := attempt(_whole_ring, got, info, whole, options):
+            ring = partial(whole_ring, info, whole, **options)
+            if problem := attempt(lambda ring, got: got.extend(ring()), ring, got):
                 say(f"{of} FAILED: {problem}")
                 failed.append(f"{of}: {problem}")
                 continue
-            for name, result, exact in zip(("out", "dq", "dk", "dv"), got, oracle, strict=True):
-                wrong, mark = result.double() - exact, MARKS[dtype][name != "out"]
-                most, rmse = wrong.abs().max().item(), wrong.square().mean().sqrt().item()
-                relative = (wrong.norm() / exact.norm()).item()
+            for error in errors_of(got, oracle):
+                name, most, rmse, relative = error.values()
+                mark = MARKS[dtype][name != "out"]
                 right = relative <= mark  # NaN is not
                 fault = "" if right else f"relative error {relative:.1e} is above {mark:g}"
                 say(f"{of} {name:4} {most:9.1e} {rmse:9.1e} {relative:9.1e}  {fault or 'ok'}")
@@ -251,26 +250,38 @@ def check(
     return int(bool(failed))
 
 
-def _whole_ring(
-    got: list[Tensor], info: RankInfo, whole: list[Tensor], options: dict[str, Any]
-) -> None:
-    """Put the whole out, dq, dk and dv of a ring into `got`, on every rank."""
-    zigzag = options["layout"] == "zigzag"
+def whole_ring(
+    info: RankInfo, whole: Sequence[Tensor], *, layout: str, **options: Any
+) -> list[Tensor]:
+    """Return the whole out, dq, dk and dv of a causal ring, on every rank.
+
+    `whole` are q, k, v and dout; `options` as for `ring_attention`.
+    """
+    zigzag = layout == "zigzag"
     *qkv, dout = (shard_sequence(x, info.rank, info.world, zigzag=zigzag) for x in whole)
     qkv = [x.requires_grad_() for x in qkv]
-    out = ring_attention(*qkv, causal=True, **options)
+    out = ring_attention(*qkv, causal=True, layout=layout, **options)
     results = [out, *torch.autograd.grad(out, qkv, dout)]
-    got += [gather_sequence(x, zigzag=zigzag) for x in results]
+    return [gather_sequence(x, zigzag=zigzag) for x in results]
 
 
-def _one_device(whole: list[Tensor]) -> list[Tensor]:
-    """Out, dq, dk and dv by the oracle."""
-    *inputs, dout = (x.clone().requires_grad_() for x in whole)
+def one_device(whole: Sequence[Tensor]) -> list[Tensor]:
+    """Return the same by the oracle, in float64."""
+    *inputs, dout = (x.detach().double().requires_grad_() for x in whole)
     group = inputs[0].shape[2] // inputs[1].shape[2]
     q, k, v = (x.transpose(1, 2) for x in inputs)
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     out = oracle_attention(q, k, v, causal=True)[0].transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def errors_of(results: Sequence[Tensor], exact: Sequence[Tensor]) -> Iterator[dict[str, Any]]:
+    """Yield tensor, max, rmse and relative (of norms) for out, dq, dk and dv."""
+    for name, result, truth in zip(("out", "dq", "dk", "dv"), results, exact, strict=True):
+        wrong = result.double() - truth
+        errors = wrong.abs().max(), wrong.square().mean().sqrt(), wrong.norm() / truth.norm()
+        values = (error.item() for error in errors)
+        yield {"tensor": name, **dict(zip(("max", "rmse", "relative"), values, strict=True))}
 
 
 def _devices(info: RankInfo) -> Iterator[str]:

@@ -4,22 +4,17 @@ A prediction combines the time of one device and the bandwidth of a link, with t
 `Plan`. It ignores latencies, starting kernels, links that share a switch, and clocks that fall
 when all devices work: so it is a bound on efficiency. Theory chapter 11 derives it.
 
-A ring. In each step a rank computes with the keys that it holds, while those of the next step
-travel:
+A ring. In each step a rank computes with the keys that it holds, while those of the next step, and
+its last share of dK and dV, travel. For each pair and head, compute is 4 d FLOPs forward, 10 d
+backward (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1).
 
-    begin[rank, step + 1] = max(begin[rank, step] + compute[rank, step], messages of this step)
+DDP. Gradients become ready at an even rate during the backward. Each bucket is all-reduced when it
+is ready and the one before is done; what is not done when the backward ends is exposed (Li et al.,
+arXiv 2006.15704, section 3.2).
 
-For each pair and head, compute is 4 d FLOPs forward, 10 d backward (two and five products; Dao,
-FlashAttention-2, arXiv 2307.08691, section 4.1). A hop carries K and V. In the backward a rank also
-sends its share of dK and dV to the keys' owner; its messages of a step share its link.
-
-DDP. Gradients become ready at an even rate during the backward, in buckets; each is all-reduced
-when it is ready and the one before is done (Li et al., PyTorch Distributed, arXiv 2006.15704,
-section 3.2). What is not done when the backward ends is exposed.
-
-FSDP. Each block's parameters are gathered while the block before computes, in the forward and in
-the backward; there its gradients are reduced, too, while the next one computes. The first gather
-and the last reduction are exposed. Offloaded shards cross PCIe, and the CPUs' memory limits AdamW.
+FSDP. A block's parameters are gathered, and its gradients reduced, while a neighbour computes; the
+first gather and the last reduction are exposed. Offloaded shards cross PCIe, and the CPUs' memory
+limits AdamW.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
 from labsupport.distributed.ring.plan import Plan
@@ -90,8 +85,7 @@ def predict_ring(
     causal: bool = True,
     layout: Layout = "zigzag",
     direction: Direction = "forward",
-    single_ms: float | None = None,
-    tflops: float | None = None,
+    single_ms: float,
     gb_s: float = LINKS[0].gb_s,
     memory_gb_s: float | None = None,
 ) -> RingPrediction:
@@ -107,7 +101,7 @@ def predict_ring(
             float32 and reads the new part. None: that is free.
 
     Raises:
-        ValueError: not exactly one of single_ms and tflops; sizes that do not fit.
+        ValueError: sizes that do not fit.
         KeyError: no such layout, dtype or direction.
 
     >>> one = predict_ring(8, 32768, heads=32, kv_heads=8, head_dim=128, single_ms=23.0)
@@ -115,16 +109,12 @@ def predict_ring(
     1.0
     """
     kv_heads = kv_heads or heads
-    if (single_ms is None) == (tflops is None):
-        raise ValueError("give either single_ms or tflops")
     if world < 1 or seqlen_per_rank < 1 or heads % kv_heads:
         raise ValueError(
             f"no ring: {world} ranks, {seqlen_per_rank} tokens, {heads}/{kv_heads} heads"
         )
     plan = Plan.of(world, seqlen_per_rank, causal=causal, zigzag=ZIGZAG[layout])
     one = Plan.of(1, seqlen_per_rank, causal=causal).pairs(0)[0]
-    if single_ms is None:
-        single_ms = one * heads * 2 * head_dim * PRODUCTS[direction] / (tflops or 1) / 1e9
     narrow, wide = head_dim * ELEMENT[dtype], head_dim * 4  # bytes of a token's head
     add_ms = 0.0 if memory_gb_s is None else (narrow + 2 * wide) / memory_gb_s / 1e6
     total = free = sent = 0.0
@@ -182,20 +172,6 @@ def _end(work: list[list[float]], steps: list[Counter[tuple[int, int]]], gb_s: f
     return max(begin)
 
 
-def imbalance(world: int, seqlen_per_rank: int, *, layout: Layout = "contiguous") -> float:
-    """Return the busiest rank's pairs under a causal mask, over the mean: 1 is balanced.
-
-    Raises:
-        KeyError: no such layout. ValueError: a zigzag shard of an odd length.
-
-    >>> round(imbalance(8, 4096), 3), imbalance(8, 4096, layout="zigzag")
-    (1.875, 1.0)
-    """
-    plan = Plan.of(world, seqlen_per_rank, causal=True, zigzag=ZIGZAG[layout])
-    work = [sum(plan.pairs(rank)) for rank in range(world)]
-    return max(work) * world / sum(work)
-
-
 def hides_from(
     tflops: float,
     gb_s: float,
@@ -204,20 +180,17 @@ def hides_from(
     head_dim: int,
     kv_heads: int | None = None,
     dtype: str = "bfloat16",
-    balanced_causal: bool = True,
     direction: Literal["forward", "backward"] = "forward",
 ) -> float:
     """Return the fewest tokens of a rank whose step of compute is as long as its messages.
 
-    A step of n queries and n keys (half of the pairs in a zigzag ring) takes a n^2, its messages
-    c n; theory chapter 11 derives both. `balanced_causal` False is no mask: all pairs, half of that
-    n.
+    The ring is zigzag: a step of n queries and n keys computes half of the pairs, which takes a
+    n^2, its messages c n; theory chapter 11 derives both. Without a mask, half of that n.
 
     >>> round(hides_from(600, 25, heads=32, kv_heads=8, head_dim=128))
     12000
     """
-    pairs = 0.5 if balanced_causal else 1.0
-    a = pairs * 2 * PRODUCTS[direction] * head_dim * heads / (tflops * 1e12)
+    a = PRODUCTS[direction] * head_dim * heads / (tflops * 1e12)
     travels = ELEMENT[dtype] * (2 if direction == "backward" else 1)
     return 2 * (kv_heads or heads) * head_dim * travels / (gb_s * 1e9) / a
 
@@ -310,22 +283,18 @@ def check_against(table: pd.DataFrame, *, memory_gb_s: float | None = None) -> p
         which is no ring): its description, median_ms, predicted_ms, ratio (measured over
         predicted), efficiency, predicted_efficiency.
     """
-    import pandas as pd
-
-    rows = []
     ok = table[(table.status == "ok") & (table.world > 1) & table.single_ms.notna()]
-    for row in ok[~ok.implementation.str.startswith("context_parallel")].to_dict("records"):
-        names = ("heads", "kv_heads", "head_dim", "dtype", "layout", "direction", "single_ms")
-        call = {name: row[name] for name in names}
-        guess = predict_ring(row["world"], row["seqlen_per_rank"], **call, memory_gb_s=memory_gb_s)
-        what = ("layout", "implementation", "world", "seqlen_per_rank", "kv_heads", "direction")
-        rows.append(
-            {name: row[name] for name in (*what, "median_ms")}
-            | {
-                "predicted_ms": guess.total_ms,
-                "ratio": row["median_ms"] / guess.total_ms,
-                "efficiency": row["world"] * row["single_ms"] / row["median_ms"],
-                "predicted_efficiency": guess.efficiency,
-            }
-        )
-    return pd.DataFrame(rows)
+    ok = ok[~ok.implementation.str.startswith("context_parallel")]
+    names = ["heads", "kv_heads", "head_dim", "dtype", "layout", "direction", "single_ms"]
+    guesses = []
+    for row in ok.to_dict("records"):
+        call: dict[str, Any] = {name: row[name] for name in names} | {"memory_gb_s": memory_gb_s}
+        guesses.append(predict_ring(row["world"], row["seqlen_per_rank"], **call))
+    predicted_ms = [guess.total_ms for guess in guesses]
+    what = ["layout", "implementation", "world", "seqlen_per_rank", "kv_heads", "direction"]
+    return ok[[*what, "median_ms"]].assign(
+        predicted_ms=predicted_ms,
+        ratio=ok.median_ms / predicted_ms,
+        efficiency=ok.world * ok.single_ms / ok.median_ms,
+        predicted_efficiency=[guess.efficiency for guess in guesses],
+    )

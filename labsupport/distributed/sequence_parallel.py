@@ -15,14 +15,10 @@ SHARDS. Every rank is given the whole sequence, and cuts its shard from it. Befo
     fillers     are added at the end, 2W - 1 at most, to a length that the ranks cannot share: no
                 token sees a later one, and fillers have no labels.
 
-THE LOSS of a step is the mean over all N labels. Rank r has n_r of them, with the mean m_r, so
-
-    loss = Σ_r  m_r · n_r / N            each rank returns its own term
-
-and runs the backward pass of its term. Where the terms depend on other ranks' tokens, that is
-through K and V only, the ring's backward brings dK and dV home. So the ranks' gradients of the
-weights are summed, once a step (not averaged as in data parallelism: the terms are divided by N).
-A ring needs all ranks: one without labels computes too, with a term of 0.
+THE LOSS of a step is the mean over all N labels. Each rank returns its own term of it, and runs its
+backward pass; where the terms depend on other ranks' tokens (through K and V) the ring's brings dK
+and dV home. So the weights' gradients are summed over ranks once a step, not averaged. A ring needs
+all ranks: one without labels computes too, with a term of 0.
 
 TRAINING. Steps, history and checkpoints are those of data parallelism (`data_parallel.run`): what W
 ranks saved, another number goes on with, and DDP or FSDP too.

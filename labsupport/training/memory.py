@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -60,6 +61,44 @@ def in_chunks(fn: Callable[[Tensor], Tensor], x: Tensor, size: int | None) -> Te
     if torch.is_grad_enabled():
         return torch.cat([checkpoint(fn, part, use_reentrant=False) for part in parts], dim=-2)
     return torch.cat([fn(part) for part in parts], dim=-2)
+
+
+class SharedGradient(torch.autograd.Function):
+    """One tensor for several uses, whose gradients are added up in float32 and rounded once.
+
+    Autograd adds them in the tensor's dtype: in bfloat16 whatever is below 1/512 of the sum so far
+    is lost, though it may be most of what a weight's gradient, a sum over all tokens, consists of.
+
+    >>> use = SharedGradient.of(torch.ones(2, dtype=torch.bfloat16, requires_grad=True))
+    >>> use() * use()
+    tensor([1., 1.], dtype=torch.bfloat16, grad_fn=<MulBackward0>)
+    """
+
+    @staticmethod
+    def of(x: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns x, for one use each time."""
+        total: list[Tensor] = []
+        x = SharedGradient.apply(x, total, True)
+        return lambda: SharedGradient.apply(x, total, False)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: list[Tensor], root: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.total, ctx.root, ctx.dtype = total, root, x.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        total = ctx.total
+        if ctx.root:  # after all of the uses
+            return total.pop().to(ctx.dtype) if total else None, None, None
+        if total:
+            total[0] += grad
+        else:
+            wide = torch.promote_types(ctx.dtype, torch.float32)
+            total.append(grad.to(wide, copy=True))
+        return None, None, None
 
 
 class HostStore:

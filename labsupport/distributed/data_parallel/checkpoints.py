@@ -24,12 +24,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from labsupport.distributed.process_group import RankInfo
 from labsupport.training.checkpoint import CheckpointError, Checkpoints
@@ -105,13 +100,10 @@ class DistributedCheckpoints:
                 f"{paths[0]} cannot be loaded: {error}. Delete it to go on from the one before, or "
                 "start again (fresh=True)"
             ) from error
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(model, optimizer, **loaded)
         return History.from_state(run["history"])
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))

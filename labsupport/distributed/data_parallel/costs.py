@@ -1,12 +1,7 @@
 """Costs of data parallelism: bytes that a rank sends in a step, and bytes that it stores.
 
-With W ranks in a ring, tensors of n bytes take
-
-    reduce-scatter    (W-1)/W · n    sent by each rank: it gets the sum of its part of n
-    all-gather        (W-1)/W · n    sent by each rank: it gets the parts of the others
-    all-reduce      2 (W-1)/W · n    it is the two, one after the other
-
-DDP all-reduces the gradients; FSDP all-gathers the parameters twice and reduce-scatters the
+An all-gather or a reduce-scatter of n bytes over W ranks sends (W-1)/W · n, an all-reduce twice
+that. DDP all-reduces the gradients; FSDP all-gathers the parameters twice and reduce-scatters the
 gradients (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 7).
 """
 

@@ -1,15 +1,9 @@
 """DDP: every rank stores the whole model, and works on its own micro-batches.
 
-One step of a rank with three micro-batches:
-
-    forward 0, backward 0      no_sync(): gradients add up in .grad, nothing is sent
-    forward 1, backward 1      no_sync()
-    forward 2, backward 2      as soon as a bucket of gradients is complete, the last layers' first,
-                               it is all-reduced while the backward pass goes on
-    clip, AdamW                the same on every rank, so that the weights stay the same
-
-Buckets have 25 MiB (Li et al., PyTorch Distributed, arXiv 2006.15704, section 3.2); the first step
-has one only, since it is there that DDP sees in which order gradients are done.
+All micro-batches of a step but the last run under no_sync(). In the last backward each bucket of
+gradients is all-reduced when it is complete (Li et al., PyTorch Distributed, arXiv 2006.15704,
+section 3.2; theory chapter 11). The first step has one bucket only, since there DDP sees in which
+order gradients are done.
 """
 
 from contextlib import AbstractContextManager
@@ -57,12 +51,11 @@ def counted_all_reduce(counter: AllReduces, bucket: dist.GradBucket) -> Future[T
 
 
 def wrap(
-    model: nn.Module, group: dist.ProcessGroup | None = None
+    model: nn.Module, group: dist.ProcessGroup | None = None, bucket_cap_mb: float = 25
 ) -> tuple[DistributedDataParallel, AllReduces]:
     """Return a model in DDP over a group (None: all ranks), and its counter of all-reduces."""
-    wrapped = DistributedDataParallel(
-        model, process_group=group, bucket_cap_mb=25, gradient_as_bucket_view=True
-    )
+    options: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": True}
+    wrapped = DistributedDataParallel(model, process_group=group, **options)
     counter = AllReduces(group)
     wrapped.register_comm_hook(counter, counted_all_reduce)
     return wrapped, counter

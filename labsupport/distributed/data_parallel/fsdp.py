@@ -1,16 +1,8 @@
 """FSDP: every rank stores a W-th part of each tensor, and gathers the rest when needed.
 
-One step, with W ranks, for each block:
-
-    before its forward     all-gather its parameters; compute; free the others' parts
-    before its backward    all-gather them again; compute the gradients
-    after its backward     reduce-scatter: each rank gets the average of its part of the gradients
-    at the end             clip, AdamW on the rank's own part of everything
-
 The root (embedding, last norm, classifier) is kept from forward to backward, since the backward
-pass begins with it. FSDP2 has no no_sync(): `set_requires_gradient_sync(False)` puts off the
-reduce-scatter, and the gradients that wait for it are whole on every rank; each micro-batch gathers
-the parameters again, however that is set. `costs` has the bytes, theory chapter 11 the comparison.
+pass begins with it; each block is gathered for both. `set_requires_gradient_sync(False)`, FSDP2's
+no_sync(), puts off the reduce-scatter. `costs` has the bytes, theory chapter 11 the schedule.
 
 Ranks may have sequences of different lengths, also with compiled blocks (two CPU ranks, PyTorch
 2.13, 32 to 224 tokens: gradients as in one process, compiled to 2e-7). All ranks wait while one
@@ -128,15 +120,6 @@ def train_with_fsdp(
         options: as for `train_with_ddp`. The two can go on from each other's checkpoints.
 
     Raises: as `train_with_ddp` and `shard`.
-
-    >>> from labsupport.training import Decoder, DecoderConfig, TrainConfig, batches
-    >>> from labsupport.distributed.data_parallel import share_of
-    >>> info, model = setup_ddp(), Decoder(DecoderConfig.preset("tiny"))
-    >>> stream = share_of(batches([list(range(200))], 64, end_token=256), info)
-    >>> run = train_with_fsdp(model, stream, TrainConfig(steps=2), cpu_offload=True, progress=False)
-    >>> len(run.history)
-    2
-    >>> cleanup_ddp()
     """
     info = RankInfo.current()
     check_settings(model, settings)

@@ -3,14 +3,9 @@
 Step k depends on nothing but the weights, the optimizer's state and k; random numbers are seeded
 in each step, from k and the rank. So a run may go on with another number of ranks.
 
-WEIGHTS. The step's loss is the mean over ALL N labels of all ranks' micro-batches; micro-batch i of
-rank r has n_ri of them. DDP as FSDP *averages* gradients over the W ranks, so
-
-    backward of   W · (n_ri / N) · loss_ri        gives, averaged over ranks:
-
-    (1/W) Σ_r Σ_i  W · (n_ri / N) · grad loss_ri  =  grad of the mean over all N labels
-
-Averaging the ranks' means is right only if all have the same number of labels.
+WEIGHTS. The step's loss is the mean over ALL N labels of all ranks' micro-batches. DDP as FSDP
+*average* gradients over the W ranks, so each micro-batch's loss is weighted by W n / N, with its n
+labels (theory chapter 11, uneven ranks).
 
 UNEVEN INPUTS. A collective needs every rank. So the ranks first tell one another what they have;
 then a rank that has too few computes empty micro-batches, of one token and with the weight 0. DDP

@@ -5,13 +5,10 @@ algorithm in 60 lines: read it first. Besides its own, a rank holds two ranks' k
 it works on, and those that are coming. `merged` adds each step's result to what came before, in
 float32.
 
-Backward. Given L, the log-sum-exp of the WHOLE row, and D = rowsum(dO * O) with the whole output,
-
-    P = exp(S - L)    dV = P^T dO    dS = P * (dO V^T - D)    dQ = dS K    dK = dS^T Q
-
-splits over blocks of keys: each block's P is the right slice of the whole row's. dQ adds up where Q
-is. dK and dV belong to another rank: each rank sends its share, in the dtype of K and V as kernels
-return it, straight to the keys' owner, one step after its compute. The owner adds them up:
+Backward. A kernel that is given the whole row's output and log-sum-exp returns exactly its block's
+share of the gradients (theory chapter 11). dQ adds up where Q is. Each rank sends its share of dK
+and dV, in their dtype as kernels return it, straight to the keys' owner, one step after its
+compute. The owner adds them up:
 
               step 0     step 1             step 2              step 3              step 4
     rank 0    K0         K3                 K2, share to 3      K1, share to 2      share to 1
