@@ -10,6 +10,7 @@ from labsupport.plotting import (
     Reference,
     alt_text,
     plot_by_window,
+    plot_launches,
     plot_memory_parts,
     plot_runs,
     plot_scaling,
@@ -116,6 +117,21 @@ def test_spans_are_bars_by_rank_and_kind():
     assert axes.get_title(loc="left") == "zigzag: 9 ms"
     assert "(ms)" in axes.get_xlabel()
     assert "rank 1: computes for 8 ms" in alt_text(figure)
+
+
+def test_kernels_are_bars_by_call_and_stream():
+    rows = [("a", 0.0, 2.0, 7), ("a", 5.0, 4.0, 7), ("b", 1.0, 3.0, 7), ("b", 0.0, 6.0, 13)]
+    table = pd.DataFrame(rows, columns=["call", "start_us", "duration_us", "stream"])
+    figure = plot_launches(table, title="The GPU waits")
+    bars = [
+        (path.vertices[:, 0].min(), path.vertices[:, 0].max())
+        for axes in figure.axes
+        for group in axes.collections
+        for path in group.get_paths()
+    ]
+    assert bars == [(0.0, 2.0), (5.0, 9.0), (1.0, 4.0), (0.0, 6.0)]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["a: 9 µs", "b: 6 µs"]
+    assert "b: 2 kernels in 6 µs." in alt_text(figure)
 
 
 def test_efficiency_is_drawn_by_devices_with_what_can_be_had_at_best():
