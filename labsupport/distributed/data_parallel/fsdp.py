@@ -4,10 +4,8 @@ The root (embedding, last norm, classifier) is kept from forward to backward, si
 pass begins with it; each block is gathered for both. `set_requires_gradient_sync(False)`, FSDP2's
 no_sync(), puts off the reduce-scatter. `costs` has the bytes, theory chapter 11 the schedule.
 
-Ranks may have sequences of different lengths, also with compiled blocks (two CPU ranks, PyTorch
-2.13, 32 to 224 tokens: gradients as in one process, compiled to 2e-7). All ranks wait while one
-compiles: 47 s at the first length, 23 s at the second, nothing from the third on. With
-`dynamic=False` each length is compiled, until `recompile_limit` (8) makes a block run uncompiled.
+Ranks may have sequences of different lengths; with `dynamic=False` each length is compiled, until
+`recompile_limit` (8) makes a block run uncompiled.
 """
 
 from __future__ import annotations
