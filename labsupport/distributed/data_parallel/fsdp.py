@@ -118,6 +118,15 @@ def train_with_fsdp(
         options: as for `train_with_ddp`. The two can go on from each other's checkpoints.
 
     Raises: as `train_with_ddp` and `shard`.
+
+    >>> from labsupport.training import Decoder, DecoderConfig, TrainConfig, batches
+    >>> from labsupport.distributed.data_parallel import share_of
+    >>> info, model = setup_ddp(), Decoder(DecoderConfig.preset("tiny"))
+    >>> stream = share_of(batches([list(range(200))], 64, end_token=256), info)
+    >>> run = train_with_fsdp(model, stream, TrainConfig(steps=2), cpu_offload=True, progress=False)
+    >>> len(run.history)
+    2
+    >>> cleanup_ddp()
     """
     info = RankInfo.current()
     check_settings(model, settings)
