@@ -1218,9 +1218,9 @@ error = (torch.cat(outputs, dim=1) - exact).abs().max()
 print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-6)}")
 
 # %% [markdown]
-# The result is exact: the sums are the same, in another order. The backward pass goes around the ring, too. The
-# gradients of K and V travel along with their keys, collect what each rank adds, and return to their own rank (theory
-# chapter 11).
+# The result is exact: the sums are the same, in another order. In the backward pass keys and values go around the ring
+# again. Each rank sends its share of the gradients of K and V to the rank that owns those keys, which adds the shares up
+# (theory chapter 11).
 #
 # ## 3.12 · Equal work
 #
@@ -1568,8 +1568,10 @@ plotting.plot_scaling(
 
 # %% [markdown]
 # Recorded on four H200 on NVLink (`labsupport ring bench`), by the kernel that computes the blocks. Zigzag goes far beyond contiguous
-# shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first and hides nothing. The rest of the way to 1 is lost to messages, which take multiprocessors and memory from the compute ([chapter 11](../theory/11-several-devices.md#when-a-hop-hides) compares
-# with a prediction).
+# shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first and hides nothing. The rest of the way to 1 is lost to messages,
+# which here took multiprocessors and memory from the compute. Today the ring sends by the GPUs' copy engines: on two H100
+# messages add 3 to 9% to the time of the cuDNN ring ([chapter 11](../theory/11-several-devices.md#when-a-hop-hides), also with
+# a prediction).
 #
 # And data parallelism: each rank computes as much as one device alone, and efficiency 1 means that $W$ devices are $W$ times as fast.
 # On the same GPUs DDP keeps 94 to 97%, FSDP 84 to 91%; under FSDP a rank holds a $W$-th of the state
