@@ -30,7 +30,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Case, Row, not_measured, run, some_of, spread
+from benchmarks.runner import Case, Row, keep_rows, not_measured, run, some_of, spread
 from labsupport.attention.kernels import mode
 from labsupport.models.flops import model_flops
 from labsupport.models.generation.cuda_graph import GraphedDecoder
@@ -46,18 +46,19 @@ from labsupport.profiling.units import format_bytes
 PARTS = ("decode", "prefill", "encoder", "training")
 # "loop" is the one in generate.py, "transformers" is `model.generate`.
 LOOPS = (
-    "loop, dynamic cache",
-    "loop, static cache",
-    "transformers, dynamic cache",
-    "transformers, static cache",
     "graphed",
     "graphed, sampled",
+    "transformers, static cache",
+    "transformers, dynamic cache",
+    "loop, static cache",
+    "loop, dynamic cache",
 )
 PREFILL = ("sdpa", "sdpa_cudnn", "sdpa_flash", "flex", "flash_triton")
 ENCODER = ("eager", "sdpa", "sdpa_flash", "sdpa_cudnn", "flash_triton", "flash_gluon")
 TRAINING = ("eager", "sdpa_flash", "sdpa_cudnn", "flash_triton", "flash_gluon", "fa4")
-REPEATS, MIN_SECONDS = 3, 1.0  # of a decode, at least
-MAX_SECONDS = {"cuda": 3.0, "cpu": 0.2}  # for the repeats of one case; a CPU's sizes are tiny
+# For the repeats of one case; a CPU's sizes are tiny.
+REPEATS, MIN_SECONDS = 2, {"cuda": 1.0, "cpu": 0.0}
+MAX_SECONDS = {"cuda": 3.0, "cpu": 0.2}
 # Width, MLP width, layers, query heads, key heads, vocabulary.
 LLAMAS = {
     "110M": (768, 2048, 12, 12, 12, 32_000),  # stories110M (llama2.c)
@@ -77,7 +78,7 @@ def measure(options: Namespace) -> pd.DataFrame:
     ceilings = measured_ceilings(str(device))
     chosen = [case for case in cases(device, ceilings) if case.row["what"] in options.what]
     about = {"copy_gb_s": ceilings.copy_gb_s, "matmul_tflops": ceilings.matmul_tflops}
-    return run(chosen, device, weights="random", **about)
+    return run(chosen, device, on_rows=keep_rows(options), weights="random", **about)
 
 
 def show(table: pd.DataFrame, options: Namespace) -> str:
@@ -113,8 +114,8 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
         return Case(row, alone)
 
     prompt, new = (128, 256) if gpu else (16, 32)
-    for batch in (1, 8, 64) if gpu else (1,):
-        for name in LOOPS:
+    for name in LOOPS:
+        for batch in (1, 8, 64) if gpu else (1,):
             if name.startswith("graphed") and not gpu:
                 continue
             # On a GPU, Transformers compiles the steps with its static cache.
@@ -154,7 +155,7 @@ def _decode(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilin
     loop()
     seconds: list[float] = []
     with MemorySampler(device) as memory:
-        while len(seconds) < REPEATS or (sum(seconds) < MIN_SECONDS and device.type == "cuda"):
+        while len(seconds) < REPEATS or sum(seconds) < MIN_SECONDS[device.type]:
             seconds.append(loop())
     steps = Timing(tuple(1e3 * one / (new - 1) for one in seconds), str(device))
     ceiling = batch * ceilings.copy_gb_s * 1e9 / decode_bytes(model, batch, row["seqlen"] + new / 2)
@@ -247,7 +248,9 @@ def _training(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceil
 
 def _measured(call: Callable[[], object], model: Any, ids: Tensor) -> dict[str, Any]:
     memory = measure_peak_memory(call, device=model.device)
-    timing = measure_time(call, device=model.device, max_seconds=MAX_SECONDS[model.device.type])
+    kind = model.device.type
+    least, most = MIN_SECONDS[kind], MAX_SECONDS[kind]
+    timing = measure_time(call, device=model.device, min_seconds=least, max_seconds=most)
     return spread(timing) | {
         "tokens_per_s": 1e3 * ids.numel() / timing.median,
         "peak_memory_bytes": memory.peak_bytes,

@@ -65,7 +65,7 @@ class Limits:
     registers: int = 65_536
 
     def fitting(self, registers: int, shared_bytes: int, warps: int) -> int:
-        """Programs that fit at once: each takes 1 KiB of shared memory beyond its own."""
+        """Programs that fit together: each takes 1 KiB of shared memory beyond its own."""
         # A warp gets its registers, in lots of 256, from a quarter of the multiprocessor.
         a_warp = -(-registers * 32 // 256) * 256
         return min(

@@ -4,9 +4,9 @@ torchrun --nproc-per-node 8 -m benchmarks sequence_parallel \\
     --preset gpt2-small --lengths 128K,1M --kernels native --save NAME
 python -m benchmarks sequence_parallel --processes 2 --preset tiny --lengths 1K
 
-All cases run in the same processes. Memory that ends on all ranks at once, as it mostly does, makes
-a row; if it ends on some only, the others wait for them, and after --case-limit the run is over
-(the rows before are saved).
+All cases run in the same processes. Usually all ranks run out of memory together, which makes
+a row. If only some do, the others wait for them, and the run ends after --case-limit (earlier rows
+are saved).
 """
 
 import itertools
@@ -36,22 +36,22 @@ from labsupport.training.planner import STRATEGIES
 from labsupport.training.train import TrainConfig
 
 # Around a ring attention takes all heads.
-RUNGS = [n for n, strategy in enumerate(STRATEGIES) if strategy.savings.head_chunk is None]
+NUMBERS = [n for n, strategy in enumerate(STRATEGIES) if strategy.savings.head_chunk is None]
 
 
 @dataclass(frozen=True)
 class Case:
     """One row of the table: a step of a preset's decoder, batch 1.
 
-    kernel, layout ("zigzag", "contiguous"): of the ring. `rung`: a number in `planner.STRATEGIES`,
-    whose savings and autocast apply.
+    kernel, layout ("zigzag", "contiguous"): of the ring. savings: a number in
+    `planner.STRATEGIES`, whose savings and autocast apply.
     """
 
     preset: str
     seqlen: int
     kernel: str = "auto"
     layout: str = "zigzag"
-    rung: int = RUNGS[-1]
+    savings: int = NUMBERS[-1]
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -62,7 +62,14 @@ def add_options(parser: ArgumentParser) -> None:
     add("--lengths", type=runner.lengths, default="1K", help="tokens, such as 128K,1M")
     add("--kernels", type=kernels, default="auto", help="of the ring, separated by commas")
     add("--layouts", type=layouts, default="zigzag", help="zigzag, contiguous, or both")
-    add("--rung", type=int, choices=RUNGS, default=RUNGS[-1], help="how memory is saved")
+    add(
+        "--savings",
+        "--rung",
+        type=int,
+        choices=NUMBERS,
+        default=NUMBERS[-1],
+        help="how to save memory",
+    )
     add("--repeats", type=int, default=3, help="steps that are timed (default: %(default)s)")
     add("--max-seconds", type=float, default=60.0, help="for the steps of a case")
     add("--processes", type=int, default=2, help="to start where torchrun did not")
@@ -71,7 +78,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def measure(options: Namespace) -> pd.DataFrame | None:
     chosen = itertools.product(options.lengths, options.kernels, options.layouts)
-    cases = [Case(options.preset, *one, options.rung) for one in chosen]
+    cases = [Case(options.preset, *one, options.savings) for one in chosen]
     function = partial(measure_cases, cases, options.repeats, options.max_seconds)
     return on_all_ranks(function, options, options.case_limit)
 
@@ -95,14 +102,16 @@ def show(table: pd.DataFrame, options: Namespace) -> str:
 
 def row_of(case: Case, world: int) -> runner.Row:
     """Return the columns that are known beforehand."""
-    rung = STRATEGIES[case.rung]
+    strategy = STRATEGIES[case.savings]
     return asdict(case) | {
         "strategy": "ring",
         "world": world,
         "seqlen_per_rank": shard_length(case.seqlen, world, zigzag=case.layout == "zigzag"),
-        "rung": rung.name,
+        "savings": strategy.name,
         "direction": "training step",
-        "dtype": "float32" if rung.autocast is None else f"{rung.autocast} autocast".split(".")[-1],
+        "dtype": "float32"
+        if strategy.autocast is None
+        else f"{strategy.autocast} autocast".split(".")[-1],
     }
 
 
@@ -140,11 +149,11 @@ def measure_case(case: Case, repeats: int = 3, max_seconds: float = 60.0) -> run
 
 
 def _timed(case: Case, info: RankInfo, repeats: int, max_seconds: float) -> dict[str, Any]:
-    config, rung = DecoderConfig.preset(case.preset), STRATEGIES[case.rung]
+    config, strategy = DecoderConfig.preset(case.preset), STRATEGIES[case.savings]
     reset_peak(info.device)
     torch.manual_seed(0)
-    # The ring is the attention; what else the rung saves, it saves here too.
-    model = Decoder(config, replace(rung.savings, attention="auto")).to(info.device)
+    # The ring is the attention; what else the strategy saves, it saves here too.
+    model = Decoder(config, replace(strategy.savings, attention="auto")).to(info.device)
     optimizer = make_optimizer(model, TrainConfig(1, 1e-4))
     tokens = torch.randint(
         config.vocab_size, (1, case.seqlen + 1), generator=torch.Generator().manual_seed(0)
@@ -157,7 +166,7 @@ def _timed(case: Case, info: RankInfo, repeats: int, max_seconds: float) -> dict
             start = time.perf_counter()
             optimizer.zero_grad(set_to_none=True)
             shard = sharded.shard(batch).to(info.device)
-            dtype = rung.autocast
+            dtype = strategy.autocast
             with torch.autocast(info.device.type, dtype, enabled=dtype is not None):
                 part = sharded(shard, case.seqlen)
             part.backward()

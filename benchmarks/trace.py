@@ -123,7 +123,7 @@ def _timeline(
         call()
     now(device)
     activity = getattr(ProfilerActivity, device.type.upper())
-    with profile(activities=[activity]) as seen:
+    with profile(activities=[activity], acc_events=True) as seen:
         for _ in range(CALLS[0]):
             call()
         now(device)
@@ -175,7 +175,6 @@ def short_name(kernel: str) -> str:
     >>> short_name("void at::native::(anonymous namespace)::softmax<4, float>(int)")
     'softmax'
     """
-    found = re.match(
-        r"(?:void )?(?:\w+::)*(Mem\w+ \w+|\w+)", kernel.replace("(anonymous namespace)::", "")
-    )
+    named = re.sub(r"(\(anonymous namespace\)|<unnamed>)::", "", kernel)
+    found = re.match(r"(?:void )?(?:\w+::)*(Mem\w+ \w+|\w+)", named)
     return found[1] if found else kernel

@@ -31,15 +31,17 @@ PLAIN = tuple(
         "SDPA, gradient checkpointing": MemoryOptions("sdpa", checkpoint=True),
     }.items()
 )
-RUNGS = [str(n) for n in range(len(STRATEGIES))]
+NUMBERS = [str(n) for n in range(len(STRATEGIES))]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--preset", default="tiny", choices=sorted(PRESETS), help="the decoder's shape")
     add("--lengths", type=lengths, default="1K,2K,4K", help="tokens, by commas; 8K is 8,192")
-    ladder = ", ".join(f"{n}: {strategy.name}" for n, strategy in enumerate(STRATEGIES))
-    add("--rungs", type=some_of(RUNGS), default=RUNGS, help=f"which remedies, by number; {ladder}")
+    names = ", ".join(f"{n}: {strategy.name}" for n, strategy in enumerate(STRATEGIES))
+    numbered = f"memory strategies, by number; {names}"
+    # Recorded runs name the option --rungs.
+    add("--strategies", "--rungs", type=some_of(NUMBERS), default=NUMBERS, help=numbered)
     add("--plain", action="store_true", help="Transformers' own GPT-2, not the lab's remedies")
     add("--limit", help="such as 16GiB")
     add("--longest", action="store_true", help="search the longest sequence under --limit (GPU)")
@@ -48,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
     config = DecoderConfig.preset(options.preset)
-    strategies = PLAIN if options.plain else [STRATEGIES[int(n)] for n in options.rungs]
+    strategies = PLAIN if options.plain else [STRATEGIES[int(n)] for n in options.strategies]
     make_model = PlainGPT2 if options.plain else None
     if options.longest:
         if options.limit is None:
@@ -102,7 +104,7 @@ def longest_that_trains(
     memory. A remedy that cannot run at all has the row that says why.
 
     Raises:
-        RuntimeError: the device is a CPU, whose memory cannot be held to a limit for some steps
+        RuntimeError: the device is a CPU, whose memory cannot be limited for some steps
             only; `planner.fits.longest` predicts there.
     """
     limit, multiple, device = options.limit, options.multiple, resolve_device(options.device)

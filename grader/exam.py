@@ -55,8 +55,10 @@ STAND_INS = {
     "analysis/predictor/work.py": ("fused_bytes",),
     "analysis/roofline.py": ("roofline",),
     "analysis/traffic/formulas.py": ("closed_form", "visible_tiles"),
+    "attention/online_softmax.py": ("merge_attention",),
     "attention/reference.py": ("standard_attention", "masked_attention", "oracle_attention"),
     "attention/rotary.py": ("rotary_angles", "apply_rotary_emb", "permute_rotary_rows"),
+    "distributed/ring/merging.py": ("merge_into",),
     "distributed/ring/zigzag.py": ("chunks_of", "positions_of", "unshard_sequence"),
     "models/flops.py": ("model_flops",),
     "precision/losses.py": ("compute_loss",),
@@ -164,12 +166,9 @@ def write_files(target: Path, files: Iterable[tuple[str, str]]) -> None:
 
 
 def record_cases(notebooks: list[Path]) -> dict[str, list[Any]]:
-    """Run the visible checks of solved notebooks, and write down what their references give.
+    """Run the visible checks of solved notebooks; return what their references give, by check.
 
-    They come in order, by the check's name.
-
-    Raises:
-        ReleaseError: a solution does not pass its check.
+    Raise ReleaseError if a solution does not pass.
     """
     from labsupport import checks  # PyTorch with it, which the program's other commands do without
     from labsupport.checks import cases

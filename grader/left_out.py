@@ -22,21 +22,13 @@ class LeftOutError(RuntimeError):
 
 
 def left_out(name: str, exercise: str) -> NoReturn:
-    """Say that `name` is missing here, and why.
-
-    Raises:
-        LeftOutError: always.
-    """
+    """Raise LeftOutError, which says why `name` is missing."""
     which = "exercises" if "," in exercise else "exercise"
     raise LeftOutError(f"{name} is {NOT_HERE}: it answers {which} {exercise}.")
 
 
 def waits_for(exercise: str, name: str) -> NoReturn:
-    """Say which exercise a cell waits for.
-
-    Raises:
-        LeftOutError: always.
-    """
+    """Raise LeftOutError, which says which exercise a cell waits for."""
     raise LeftOutError(
         f"{WAITS} exercise {exercise}: it needs your {name}, which must pass its check."
     )
@@ -61,11 +53,18 @@ def _show(
         for line in str(error).splitlines()
         if "LeftOutError: " in line
     ]
-    if kind is NotImplementedError:
+    if kind is NotImplementedError and not str(error):  # a stub
         while trace.tb_next is not None:
             trace = trace.tb_next
         lines = [f"{WAITS} an exercise above: {trace.tb_frame.f_code.co_name} is not written yet."]
-    elif kind in (NameError, KeyError) and _said:
+    elif kind in (NameError, KeyError) and _said and _of_another_cell(error, shell):
         lines = [f"{WAITS} one above, which did not run ({kind.__name__}: {error})."]
+    _said.extend(lines)
     lines = lines[-1:] or shell.InteractiveTB.structured_traceback(kind, error, trace, tb_offset)
     shell._showtraceback(kind, error, lines)
+
+
+def _of_another_cell(error: BaseException, shell: Any) -> bool:
+    """Return whether the name that is missing stands in another cell, so that it is no slip."""
+    word = str(getattr(error, "name", None) or error.args[0])
+    return any(word in cell for cell in shell.user_ns["In"][:-1])

@@ -282,7 +282,7 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Twice the length takes four times the memory, as the formula says. The small rest is the output.
+# Twice the length takes four times the memory, as the formula says. The small difference is the output.
 #
 # <details><summary>Does <em>your</em> function need about 1.5 times the formula? Which third matrix is alive at the same time?</summary>
 #
@@ -341,10 +341,10 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 #
 # In PyTorch it is more than four: scaling, masking and normalising each read and write the whole matrix once more.
 #
-# A pass takes at least as long as each of two steps: moving the bytes at the speed of the memory, and doing the arithmetic
-# ($4N^2d$ floating-point operations, FLOPs, a head) at the speed of matrix multiplication. The next cells *measure* both
-# speeds on your device, and take the H200's from the table. Guess: on the H200, how many times as long do the bytes take as
-# the arithmetic?
+# Two steps limit the time of a pass: moving the bytes at the speed of the memory, and doing the arithmetic ($4N^2d$ floating-point
+# operations, FLOPs, per head) at the speed of matrix multiplication. The pass takes at least as long as the slower of the two. The next cells *measure* both
+# speeds on your device, and take the H200's from the table. Guess: on the H200, moving the bytes takes how many times as
+# long as the arithmetic?
 
 # %%
 predicted_ratio = None  # H200: how many times as long do the bytes take as the arithmetic?
@@ -444,7 +444,7 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 # Check, on paper or in a cell, that 1.646 is the sum over the whole row, relative to its maximum 5.
 #
 # A new block with scores $s'$ may raise the maximum from $m$ to $m'$. The sum so far is relative to the old maximum, so it is
-# too large by exactly $e^{m' - m}$. One multiplication corrects it:
+# too large by a factor of exactly $e^{m' - m}$. One multiplication corrects it:
 #
 # $$
 # m' = \max\bigl(m, \max_j s'_j\bigr), \qquad
@@ -484,8 +484,8 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 #     m = m_new
 # ```
 #
-# While `m` is still `-inf`, `m - m_new` may be `-inf - (-inf)`, which is NaN: where `m_new` is `-inf`, subtract 0 instead
-# (`masked_fill` replaces them).
+# While `m` is still `-inf`, `m - m_new` may be `-inf - (-inf)`, which is NaN. So where `m_new` is `-inf`, subtract 0 instead
+# (use `masked_fill`).
 # </details></details></details>
 
 
@@ -756,7 +756,7 @@ checks.check_forward_memory(my_flash_forward)
 #
 # $D$ comes from the derivative of a softmax row, $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. So $D$ is a column, one
 # number for each query: $D_i = \sum_k P_{ik}\, dP_{ik}$. The sum runs over the whole row, and a tile is only a part of it. But
-# $D$ also follows from tensors of the inputs' size, without a second pass over the row. In step 2 you find out how.
+# you can also compute $D$ from tensors of the inputs' size, without a second pass over the row. In step 2 you find out how.
 #
 # The right half of the drawing in section 1.5 is the loop: one worker keeps $dK$ and $dV$ of one block of keys, and
 # all workers add to $dQ$.
@@ -764,7 +764,7 @@ checks.check_forward_memory(my_flash_forward)
 # > **A common error.** "The backward costs twice the forward." It does five matrix products ($QK^\top$ again, and four above), the
 # > forward does two: 2.5 times the FLOPs.
 #
-# ![Matrix products of a training step, seven instead of six, and measured times on an H200: with the one more it is still several times as fast.](../theory/figures/products-and-time.png)
+# ![Matrix products of a training step, and measured times on an H200: FlashAttention does seven products instead of six, and is still several times as fast.](../theory/figures/products-and-time.png)
 
 # %% [markdown]
 # ### Exercise 1-5 · The backward, by recomputation, in three steps
@@ -1202,7 +1202,7 @@ except RuntimeError as error:
 # | kernel | takes |
 # | --- | --- |
 # | PyTorch's FlashAttention for CPUs | float16, bfloat16, float32, float64 |
-# | PyTorch's FlashAttention for GPUs, flash-attn | float16, bfloat16 (flash-attn 3 also FP8): there the matrix units are fast |
+# | PyTorch's FlashAttention for GPUs, flash-attn | float16, bfloat16 (flash-attn 3 also FP8): the dtypes in which matrix units are fast |
 # | FlexAttention, this lab's `flash_triton` | float16, bfloat16, float32 |
 #
 # > **Two common errors.** "FlashAttention refuses float32." The GPU kernels do; the algorithm does not. "Mixed dtypes
@@ -1211,7 +1211,7 @@ except RuntimeError as error:
 # ### Small inputs, large scores
 #
 # Take q and k with 40 in every entry, in float16. Each score is $40 \cdot 40 \cdot 64 = 102{,}400$ before it is scaled, and
-# float16 ends at 65,504. Guess: how many of the 1,024 output numbers are NaN, with the textbook in float16 and with FlashAttention in
+# float16 ends at 65,504. Guess: how many of the 1,024 output numbers are NaN, with textbook attention and with FlashAttention, both in
 # float16?
 
 # %%
@@ -1231,7 +1231,7 @@ overflow
 
 
 # %% [markdown]
-# In the textbook's float16 the scores are infinite, and the softmax of infinities is NaN. FlashAttention keeps its tile of
+# Textbook attention stores the scores in float16, where they are infinite, and the softmax of infinities is NaN. FlashAttention keeps its tile of
 # scores in float32, inside the kernel. So only the inputs have to fit into the dtype; the size of $QK^\top$ does *not* matter.
 
 # %% [markdown]
@@ -1321,7 +1321,7 @@ import warnings
 
 from labsupport.precision import PrecisionWarning, safe_flash_attention
 
-warnings.simplefilter("ignore", PrecisionWarning)  # it warns by itself; here we print instead
+warnings.simplefilter("ignore", PrecisionWarning)  # its warnings: here we print instead
 halves = (torch.float16, torch.bfloat16)
 _, report = safe_flash_attention(q, k.bfloat16(), v, dtypes=halves, return_report=True)
 print(report)

@@ -532,8 +532,9 @@ shown(training.assign(backend=training.backend + ", " + training.direction)).dro
 # *Core · 4 minutes*
 #
 # A GPT writes from left to right, with a *causal* mask. In a BERT each token sees all others, in both directions. For
-# $N$ tokens the causal mask leaves $N(N+1)/2$ of $N^2$ pairs. An implementation that works tile by tile skips the
-# hidden tiles; the textbook computes all pairs, and then hides half.
+# $N$ tokens the causal mask leaves $N(N+1)/2$ of $N^2$ pairs. An
+# implementation that works tile by tile skips the
+# hidden tiles; the textbook computes all pairs, and then hides half of them.
 #
 # ![Tiles of a causal mask: those above the diagonal are skipped, those on it need a mask; with fewer queries than keys; and with a window.](../theory/figures/tiles-visited.png)
 #
@@ -630,8 +631,7 @@ print("is that right?", torch.allclose(top_left, right))
 # | returns, with `valid` | `(batch, 1, seqlen_q, seqlen_k)`, boolean | the 1 stands for the heads |
 #
 # A key is visible if it does not come after the query, and is not padding. This also holds if the query itself is
-# padding. With
-# padding on the left, such a query sees nothing: its row is all `False`. SDPA and FlashAttention define its output as
+# padding. With padding on the left, such a query sees nothing: its row is all `False`. SDPA and FlashAttention define its output as
 # 0, and nothing reads it.
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -745,9 +745,8 @@ print(compared)
 # (section 2.12).
 #
 # The report also compares the logits. They differ by rounding, within a measured bound: the distance of each from the
-# same model in
-# float64. Where two tokens are almost equally likely, rounding may pick another one, and the texts differ from there
-# on. As long as the logits are within the bound, this is not an error.
+# same model in float64. Where two tokens are almost equally likely, rounding may pick the other one, and the texts differ from
+# there on. As long as the logits are within the bound, this is not an error.
 
 # %% [markdown]
 # ## 2.8 · One request, or many

@@ -137,7 +137,7 @@ plotting.plot_by_window(
 # $2i + 1$. `apply_rope` works with halves, so the rows of a model made for neighbours must be reordered: in a head of
 # eight, rows `0 1 2 3 4 5 6 7` become `0 2 4 6 1 3 5 7`. That is `pairs_to_halves`.
 #
-# ![A head of eight numbers. Halves: 0 belongs to 4, 1 to 5, 2 to 6, 3 to 7. Neighbours: 0 belongs to 1, 2 to 3, 4 to 5, 6 to 7. Each pair has a frequency of its own.](../theory/figures/rotary-pairs.png)
+# ![A head of eight numbers. Halves: 0 belongs to 4, 1 to 5, 2 to 6, 3 to 7. Neighbours: 0 belongs to 1, 2 to 3, 4 to 5, 6 to 7. Each pair has its own frequency.](../theory/figures/rotary-pairs.png)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -343,7 +343,7 @@ pd.DataFrame(slopes).round(2)
 # Weights and AdamW's states (the line in the chart) do not grow, so 8 times the length takes less than 8 times the
 # memory, and the slopes of memory lie below 1 and 2. What grows is linear with FlashAttention, and quadratic without.
 # FlashAttention's *time* is not linear, because it still computes all pairs. The slope of time is a mixture: matrices
-# grow with $N$, attention with $N^2$, and the longer the sequence, the more attention weighs. (The textbook's slope may
+# grow with $N$, attention with $N^2$, and the longer the sequence, the larger attention's part. (The textbook's slope may
 # exceed 2 where its scores outgrow a cache. A slope of time below 1 means that another program used the cores: run the
 # cell again.)
 #
@@ -379,8 +379,8 @@ pd.DataFrame(slopes).round(2)
 # `hidden` and `weight`, and `None` for `labels` and for `chunk`. All gradients are multiplied by `grad_loss`.
 #
 # Neither pass may create a tensor that is larger than one chunk's logits, except for tensors of the size of `hidden` or
-# `weight`. And no logits may be kept for the backward pass. There are two ways, both right: compute the gradients in
-# `forward` and keep those, or compute the logits again in `backward`.
+# `weight`. And no logits may be stored for the backward pass. There are two right ways: compute the gradients in
+# `forward` and store those, or compute the logits again in `backward`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -618,7 +618,7 @@ checks.check_kept_loss(kept_bytes, seed=33)
 
 # %% [markdown]
 # A formula is as good as its predictions. The next cell compares it with real steps, measured to the byte (on a GPU the
-# figures differ a little, because its kernels work in other steps):
+# figures differ a little, because its kernels need other temporary tensors):
 
 # %%
 own_kept = checks.solution_or_reference(
@@ -975,7 +975,7 @@ asked.pivot_table(index="window", columns=["task", "measure"], values="value").r
 #
 # <details><summary>1. Your step runs out of memory at 16,384 tokens: FlashAttention, a vocabulary of 128,000, batch 1. What first?</summary>
 #
-# The loss in chunks: the logits alone are 16,384 × 128,000 × 4 bytes = 7.8 GiB, and three tensors of that size exist at once. It
+# The loss in chunks: the logits alone are 16,384 × 128,000 × 4 bytes = 7.8 GiB, and three tensors of that size exist together. It
 # costs next to no time. Checkpointing comes next. The batch is 1 already, and accumulation makes no room either.
 # </details>
 #
@@ -999,12 +999,12 @@ asked.pivot_table(index="window", columns=["task", "measure"], values="value").r
 # **After this part you can**
 #
 # - merge partial results of attention exactly, and write ring attention down as a double loop;
-# - divide a causal sequence so that all devices have equally much to do, and keep positions and labels right on the way;
-# - say what DDP, FSDP and ring attention each make smaller, what they send for it, and measure it;
+# - divide a causal sequence so that all devices have the same amount of work, with the right positions and labels;
+# - say what DDP, FSDP and ring attention each make smaller and what they send for it, and measure it;
 # - read an efficiency, and recognise a run that lost a process.
 #
-# You need no second device. A *rank* is one process with its part of the work, and two processes on a laptop's CPU exchange the
-# same messages as eight GPUs. The *world* is all of them, $W$ ranks.
+# You don't need a second device. A *rank* is one process with its part of the work, and two processes on a laptop's CPU exchange the
+# same messages as eight GPUs. All ranks together are the *world*; $W$ is their number.
 
 # %%
 from labsupport.attention import merge_attention
@@ -1019,8 +1019,8 @@ from labsupport.distributed.ring import Plan
 # %% [markdown]
 # ## 3.10 · One device is not enough
 #
-# *Core.* With every remedy of section 3.6, what does one sequence of a million tokens need? GPT-2 small, and a model in the shape of
-# Llama 3 with 8 billion weights (arXiv 2407.21783, table 3), by the plan:
+# *Core.* What does one sequence of a million tokens need, with every remedy of section 3.6? Here are the planner's answers for GPT-2
+# small, and for a model with the shape of Llama 3 and 8 billion weights (arXiv 2407.21783, table 3):
 
 # %% tags=["nbval-check-output"]
 sizes = {"vocab_size": 128_256, "width": 4096, "layers": 32, "heads": 32, "mlp_width": 14_336}
@@ -1033,26 +1033,26 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
 # %% [markdown]
 # ![Seconds of a training step, at least, against tokens: matrices grow in proportion, attention with the square; the two are equal near 11 thousand tokens, and a million tokens take minutes.](../theory/figures/long-context-flops.png)
 #
-# An H200, one of the largest GPUs, has 140 GiB, of which about 139 are free for PyTorch. There the small model computes for 235
-# seconds, each step (section 3.6): $N^2$ again; even at the GPU's peak rate it would be 93 seconds (theory chapter 7 counts the
-# FLOPs). The large one does not fit, for two reasons: 16 bytes for each of its weights, and a million tokens. Several devices can
-# share the work in three ways:
+# An H200, one of the largest GPUs, has 140 GiB, and about 139 of them are free for PyTorch. The small model fits, but each step takes
+# 235 seconds (section 3.6), because attention grows with $N^2$. Even at the GPU's peak rate a step would take 93 seconds (theory
+# chapter 7 counts the FLOPs). The large model does not fit, for two reasons: each of its weights needs 16 bytes, and there are a
+# million tokens. Several devices can share the work in three ways:
 #
 # | | a rank works on | it sends | what gets smaller on each rank |
 # | --- | --- | --- | --- |
 # | **DDP**, data parallelism | other sequences | gradients, once a step | nothing; there are more sequences in a step |
 # | **FSDP**, fully sharded | other sequences | parameters and gradients, block by block | parameters, gradients, AdamW's states |
-# | **ring**, sequence parallelism | a part of *each* sequence | keys and values, in each layer; gradients | all that grows with $N$ |
+# | **ring**, sequence parallelism | a part of *each* sequence | keys and values, in each layer; gradients | everything that grows with $N$ |
 #
-# Only the last one makes a longer sequence possible, so we begin there. Of all layers, attention alone looks at other tokens.
-# Norms, MLPs and the loss work on any part of a sequence as they are.
+# Only the last one makes a longer sequence possible, so we start with it. Attention is the only layer that looks at other tokens.
+# Norms, MLPs and the loss work on any part of a sequence without change.
 
 # %% [markdown]
 # ## 3.11 · A ring
 #
-# *Core.* Each rank holds the queries, keys and values of its own tokens, its *shard*. Its queries must meet *all* keys,
-# but no rank has room for all of them. So the keys travel: in each step a rank computes with the keys and values that
-# it has, and passes them on to the next rank. (Liu, Zaharia and Abbeel, *Ring Attention*, arXiv 2310.01889.)
+# *Core.* Each rank stores the queries, keys and values of its own tokens, its *shard*. Its queries need *all* keys, but no rank has
+# room for all of them. So the keys travel: in each step a rank computes with the keys and values that it has, and passes them on to
+# the next rank. (Liu, Zaharia and Abbeel, *Ring Attention*, arXiv 2310.01889.)
 #
 # **Predict first**: with four ranks, whose keys does rank 1 have in the last step, step 3?
 
@@ -1073,9 +1073,9 @@ pd.DataFrame(
 checks.compare_prediction("Rank 1, step 3: keys of rank", predicted_owner, around.owner(1, 3))
 
 # %% [markdown]
-# After $W$ steps each query has met each key. But each step gives a result over *some* of the keys, with a softmax over
-# those alone. How do we combine two such partial results? We try their plain average, for attention of 8 queries over
-# 64 keys, in a part of 16 keys and one of 48:
+# After $W$ steps, each query has met each key. But each step gives a result for only *some* of the keys, with a softmax over those
+# keys alone. How do we combine two such partial results? Let's try their plain average, for 8 queries and 64 keys, with 16 keys in
+# one part and 48 in the other:
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(1)
@@ -1089,10 +1089,10 @@ print(f"the plain average is off by {error:.0%}")
 
 
 # %% [markdown]
-# The second part had three times as many keys, but the average gives it the same weight as the first. A part must weigh
-# as much as the denominator of its softmax, the sum of the exponentials of its scores. FlashAttention returns the
-# logarithm of this sum, the *log-sum-exp* (notebook 1), beside the output. The figure shows how merging changes the
-# maximum and the sum of a row, in any order:
+# The second part has three times as many keys, but the average gives it the same weight as the first. The right weight of a part is
+# the denominator of its softmax: the sum of the exponentials of its scores. FlashAttention returns the logarithm of this sum, the
+# *log-sum-exp* (notebook 1), along with the output. The figure shows how merging changes the maximum and the sum of a row, in any
+# order:
 #
 # ![Two diagrams of merging four blocks of scores, as a chain and as a tree: the boxes on the way hold different pairs of m and l, the last box holds m = 5 and l = 1.646 in both](../theory/figures/merge-orders.png)
 
@@ -1100,28 +1100,28 @@ print(f"the plain average is off by {error:.0%}")
 # ### Exercise 3-4 · Merge partial results
 # ●●○ · 12 minutes · 5 points
 #
-# With $\ell_a$, $\ell_b$ the log-sum-exps of two disjoint sets of keys, and $o_a$, $o_b$ attention over each:
+# $\ell_a$, $\ell_b$ are the log-sum-exps of two disjoint sets of keys, and $o_a$, $o_b$ the outputs of attention over each. Then
 #
 # $$\ell = \ln\left(e^{\ell_a} + e^{\ell_b}\right), \qquad o = e^{\ell_a - \ell}\, o_a + e^{\ell_b - \ell}\, o_b$$
 #
 # | function | takes | returns |
 # | --- | --- | --- |
-# | `merge(out, lse, part, part_lse)` | the running result: `out` `(..., rows, head_dim)`, `lse` `(..., rows)`, float32; one more: `part` of `out`'s shape, float32, bfloat16 or float16, and `part_lse`, float32 | the new running result `(out, lse)`, both float32 |
+# | `merge(out, lse, part, part_lse)` | the result so far: `out` `(..., rows, head_dim)` and `lse` `(..., rows)`, float32; the next part: `part`, with the shape of `out`, in float32, bfloat16 or float16, and `part_lse`, float32 | the new result `(out, lse)`, both float32 |
 # | `merge_all(parts)` | an iterable (perhaps a generator) of at least one `(part, part_lse)`, in any order | `(out, lse)` over all keys: `out` in the parts' dtype, rounded *once*; `lse` float32 |
 #
-# A query that sees no key of a part has `part_lse` -inf there, and `part` 0. If it has seen no key in either, the result is -inf
-# and 0, not NaN. Log-sum-exps may be as large as 1,000, or as small as -1,000. Change no argument in place. `merge_all` holds one
-# part at a time, as a ring does.
+# If a query sees no key of a part, its `part_lse` is -inf and its `part` is 0. If it has seen no key at all so far, the result is -inf
+# and 0, not NaN. Log-sum-exps can be as large as 1,000 or as small as -1,000. Don't change any argument in place. `merge_all` must not
+# collect the parts: it takes one at a time, as a ring does.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Three keys in one part, one key in the other, and all scores equal: which weights must the two parts get? And if the second part has
-# no key that a query may see?
+# One part has three keys, the other has one, and all scores are equal. Which weights must the two parts get? And what if the query
+# may not see any key of the second part?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `torch.logaddexp` is $\ell$, without overflow. Then only `-inf - (-inf)` is left, in the weights: let `masked_fill` put a 0 where
-# $\ell$ is -inf, before you subtract. `weight[..., None]` has a dimension for `head_dim`. float32 times bfloat16 is float32.
+# `torch.logaddexp` computes $\ell$ without overflow. The weights can still be NaN, from `-inf - (-inf)`: let `masked_fill` put a 0
+# where $\ell$ is -inf, before you subtract. `weight[..., None]` adds a dimension for `head_dim`. float32 times bfloat16 is float32.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1178,8 +1178,7 @@ checks.check_merge_all(merge_all, seed=43)
 
 # %% [markdown]
 # Now the ring is two loops. Here they run in one process, so no messages are sent: rank `rank` takes the keys of rank
-# `(rank - step) % W` from a list. The *positions* of queries and keys decide which keys a query may see, wherever they
-# are stored.
+# `(rank - step) % W` from a list. The *positions* of queries and keys decide which keys a query may see, wherever they are stored.
 
 # %%
 own_merge = checks.solution_or_reference(
@@ -1218,16 +1217,16 @@ error = (torch.cat(outputs, dim=1) - exact).abs().max()
 print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-6)}")
 
 # %% [markdown]
-# The result is exact: the sums are the same, in another order. In the backward pass keys and values go around the ring
-# again. Each rank sends its share of the gradients of K and V to the rank that owns those keys, which adds the shares up
-# (theory chapter 11).
+# The result is exact: the sums have the same terms, in another order. The backward pass goes around the ring, too. In its simplest form, the
+# gradients of K and V travel along with their keys, collect a contribution from each rank, and return to their own rank. (The lab's
+# complete ring sends each contribution straight there: theory chapter 11.)
 #
 # ## 3.12 · Equal work
 #
-# *Core.* Now cut a causal sequence into eight shards, one after the other. Rank 0's queries see only rank 0's keys.
-# Rank 7's see all keys.
+# *Core.* Now cut a causal sequence into eight shards, one after the other. The queries of rank 0 see only the keys of rank 0. Those
+# of rank 7 see all keys.
 #
-# **Predict first**: how many times as much as the average must the busiest of the eight ranks compute?
+# **Predict first**: how many times the average work does the busiest of the eight ranks have?
 
 # %%
 predicted_imbalance = None  # your guess, a number
@@ -1242,16 +1241,16 @@ axes.bar(work.index, work / work.mean())
 axes.axhline(1, color="black", linestyle=":")
 axes.set(xlabel="rank", ylabel="work, average = 1")
 figure.headline(
-    f"Rank {work.idxmax()} has most to do, rank {work.idxmin()} least",
+    f"Rank {work.idxmax()} has the most work, rank {work.idxmin()} the least",
     "Pairs of query and key, eight contiguous shards, causal",
 )
 figure
 
 
 # %% [markdown]
-# Nearly twice, and $2 - 1/W$ in general: almost half of all ranks' time is spent waiting. The remedy is the order of the tokens.
-# *Zigzag* cuts the sequence into $2W$ chunks and gives rank $r$ an early one and a late one, $r$ and $2W - 1 - r$ (Llama 3 was
-# trained so: arXiv 2407.21783, section 3.3.2). With four ranks:
+# It has nearly twice the average, in general $2 - 1/W$ times. All others wait for it, so the ranks spend almost half of their time
+# waiting. A better order of the tokens fixes this. *Zigzag* cuts the sequence into $2W$ chunks and gives rank $r$ an early one and a
+# late one, $r$ and $2W - 1 - r$ (Llama 3 was trained with this order: arXiv 2407.21783, section 3.3.2). With four ranks:
 #
 # ```text
 # contiguous   rank 0: 0 1              zigzag   rank 0: 0             7
@@ -1260,12 +1259,13 @@ figure
 #              rank 3:             6 7           rank 3:       3 4
 # ```
 #
-# The causal square, by the rank that computes and the step in which it does:
+# This is the causal score matrix, with the rank that computes each chunk and the step in which it does:
 #
 # ![The causal score matrix of four ranks, cut into eight by eight chunks, coloured by the rank that computes each chunk and numbered by the step. Contiguous: the last rank has seven times as much as the first. Zigzag: all have the same, in each step. Below, the time of each rank: contiguous, rank 3 needs 3.5 units and rank 0 half a unit; zigzag, all need 2.](../theory/figures/long-context-zigzag.png)
 #
-# A step lasts as long as its fullest block, because all wait for the next keys. Contiguous shards need $\tfrac12 + 1 + 1 + 1$; zigzag
-# shards $4 \cdot \tfrac12$: in each step every rank has half of a block to compute, and the other half is hidden.
+# All ranks wait for the next keys, so a step takes as long as the rank with the most work. With contiguous shards, the steps of four
+# ranks take $\tfrac12 + 1 + 1 + 1$ blocks of time. With zigzag shards they take $4 \cdot \tfrac12$: in each step, every rank computes
+# half of a block, and the mask hides the other half.
 
 # %% [markdown]
 # ### Exercise 3-5 · Zigzag order
@@ -1273,21 +1273,21 @@ figure
 #
 # | function | takes | returns |
 # | --- | --- | --- |
-# | `zigzag_chunks(rank, world)` | | the numbers of its two chunks, of `2 * world`: the early one, then the late one |
-# | `zigzag_positions(seqlen, rank, world)` | `seqlen`: of the whole sequence, a multiple of `2 * world` | `(seqlen // world,)` int64: where this rank's tokens stand in the whole sequence, in the order in which it holds them |
-# | `unzigzag(shards)` | a list of all ranks' shards, by rank: `(batch, seqlen // world, ...)` | the whole sequence, `(batch, seqlen, ...)`, in order |
+# | `zigzag_chunks(rank, world)` | | the numbers of this rank's two chunks, out of `2 * world`: the early one, then the late one |
+# | `zigzag_positions(seqlen, rank, world)` | `seqlen`: length of the whole sequence, a multiple of `2 * world` | `(seqlen // world,)` int64: the positions of this rank's tokens in the whole sequence, early chunk first |
+# | `unzigzag(shards)` | a list of all ranks' shards, by rank: `(batch, seqlen // world, ...)` | the whole sequence, `(batch, seqlen, ...)`, in its original order |
 #
-# Within a chunk, tokens keep their order.
+# The tokens of a chunk stay in order.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Number the eight chunks of four ranks in the drawing above. Which two belong to rank 0, and what do the two numbers of every rank add
-# up to?
+# Look at the eight chunks of four ranks in the drawing above. Which two belong to rank 0? What is the sum of the two numbers of each
+# rank?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Chunk $c$ holds positions `c * size` to `(c + 1) * size - 1`. For the way back, `shard.chunk(2, dim=1)` gives a rank's early and
-# late half. The early halves are in order. In which order do the ranks hold the late ones?
+# Chunk $c$ has the positions `c * size` to `(c + 1) * size - 1`. For the way back, `shard.chunk(2, dim=1)` gives a rank's early and
+# late half. By rank, the early halves are already in order. In which order are the late ones?
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1296,7 +1296,7 @@ figure
 # zigzag_positions  a chunk has seqlen // (2 world) tokens;  torch.cat of one torch.arange for each chunk
 # unzigzag          all early halves, then all late halves from the last rank to the first;  torch.cat along dim=1
 # ```
-# Or put all positions in a row, and index by their `argsort`.
+# Or concatenate all positions, and index with their `argsort`.
 # </details>
 # </details>
 # </details>
@@ -1346,7 +1346,7 @@ checks.check_unzigzag(unzigzag, seed=53)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Here is the ring by hand again, with your order. It needs no change, because visibility follows from positions.
+# Here is the same ring again, with your order. Nothing else changes, because positions decide what a query may see.
 
 # %%
 own_positions = checks.solution_or_reference(
@@ -1370,13 +1370,13 @@ plotting.plot_weights(  # what rank 1's queries see, step by step
 
 
 # %% [markdown]
-# Shard positions together with their tokens. A mask from the wrong positions raises no error and gives a wrong result.
+# Shard the positions together with their tokens. A mask built from the wrong positions gives a wrong result without an error.
 #
 # ## 3.13 · Real processes
 #
-# *Core.* Now we replace the list of shards by real processes, with your merge and your order. `launch` starts two on this machine,
-# gives them your function, and returns what each of them returned. `send_on` sends keys and values to the next rank; call what it
-# returns to wait for those of the previous one (`labsupport/distributed/minimal_ring.py`).
+# *Core.* Now real processes replace the list of shards; the merge and the order are still yours. `launch` starts two processes on
+# this machine, runs your function in each, and returns their results. `send_on` starts to send keys and values to the next rank,
+# and returns a function that waits for those of the previous rank (`labsupport/distributed/minimal_ring.py`).
 
 
 # %%
@@ -1402,9 +1402,10 @@ print(f"your ring on two processes, largest error: {(found - exact).abs().max():
 assert (found - exact).abs().max() < 2e-6
 
 # %% [markdown]
-# That is ring attention, forward. A real one adds the backward pass, windows, and any kernel for a block. `ring_on_ranks`
-# (`labsupport/distributed/demos.py`) calls the lab's `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`: flash-attn's layout and
-# options, one shard on each rank. Are they right? Forward and backward, against one device in float64:
+# That is ring attention, forward. A complete one also has a backward pass and windows, and works with any attention kernel.
+# `ring_on_ranks` (`labsupport/distributed/demos.py`) calls the lab's `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`. They
+# have flash-attn's layout and options, with one shard on each rank. Are they right? We compare forward and backward, with RoPE,
+# with one device in float64:
 
 # %%
 looked = launch(demos.ring_on_ranks, processes=2, device="cpu")  # some seconds
@@ -1413,14 +1414,14 @@ assert (errors.relative < 2e-6).all()
 errors.map("{:.0e}".format)
 
 # %% [markdown]
-# The differences are rounding. Now a whole model: `recall` of section 3.9, on 2,048 bytes with 80 questions. Each rank computes the loss
-# of its own tokens, and the two are added up. Then the same with three mistakes that are easily made:
+# The differences are rounding. Now take a whole model, `recall` of section 3.9, on 2,048 bytes with 80 questions. Each rank
+# computes the loss of its own tokens, and the two losses are added. Then we make three common mistakes:
 #
 # 1. zigzag shards, but the ring for contiguous ones;
-# 2. positions that begin with 0 on each rank;
+# 2. positions that start at 0 on each rank;
 # 3. labels shifted by one *after* the sequence was cut, not before.
 #
-# **Predict first**: with how many of the three is the loss more than a tenth higher, so that a loss curve would show it?
+# **Predict first**: how many of the three raise the loss by more than a tenth, so that you would see them in a loss curve?
 
 # %%
 predicted_noticed = None  # your guess, 0 to 3
@@ -1434,14 +1435,14 @@ noticed = int((by_case > 1.1 * by_case["one device"]).sum())
 checks.compare_prediction("Mistakes that a loss curve shows", predicted_noticed, noticed)
 
 # %% [markdown]
-# The first two raise the loss so much that you would notice. The third changes it by 2%, and is the worst of them: only the last
-# token of each chunk has a wrong label, nobody notices, and the model learns it. (A label is the *next* token. That of a chunk's last token is on
-# another rank.) So compare with one device, to the last digits, before you train on many.
+# The first two raise the loss so much that you would notice. The third is the worst, because it changes the loss by only 2%: the
+# last token of each chunk gets a wrong label, nobody notices, and the model learns it. (A label is the *next* token, and for the
+# last token of a chunk that is on another rank.) So compare the loss with one device, to the last digits, before you train on many.
 #
-# Which rank computed, and which waited? PyTorch's profiler records a forward pass over 4,096 tokens (four, of which the
-# fastest is shown).
+# Which rank computed, and which one waited? PyTorch's profiler records four forward passes over 4,096 tokens; the chart shows the
+# fastest.
 #
-# **Predict first**: how many times as long do contiguous shards take on two ranks? (Count blocks, as above.)
+# **Predict first**: on two ranks, how many times as long do contiguous shards take as zigzag shards? (Count blocks, as above.)
 
 # %%
 predicted_ratio = None  # your guess, a number
@@ -1464,13 +1465,13 @@ plotting.plot_timeline(
 # %% [markdown]
 # ![Time of a step of a ring against the tokens of one rank: the compute grows with the square, the hop over four kinds of links in proportion; each pair of lines crosses, and beyond that the compute hides the hop.](../theory/figures/long-context-hops.png)
 #
-# By the count it is $1.5$ blocks to $1$. A rank starts to send and receive before it computes its first block, and waits
-# for the message only afterwards. By then it has arrived, and the next block begins without a gap (in the picture, two blocks are one
-# bar). So a hop costs nothing, as long as the block takes longer. The work grows with the
-# square of a shard's length, the message with the length itself: *longer* shards hide it better.
+# By the count, contiguous shards take $1.5$ blocks of time and zigzag shards $1$. A rank starts to send and receive before it
+# computes its first block, and waits for the message only after that. By then the message has arrived, and the next block starts
+# without a gap (in the chart, the two blocks look like one bar). So a message costs no time if the block takes longer. The work
+# grows with the square of a shard's length, the message only in proportion to it: *longer* shards hide messages better.
 #
-# And the reason for all this, memory, at the peak of a forward and backward pass of a decoder of two layers. (One rank: the same
-# program in this process.)
+# We do all this to save memory. Here is the peak in a forward and backward pass of a decoder with two layers. (With one rank, the
+# same program runs in this process.)
 
 # %%
 memory = pd.DataFrame(demos.step_memory() + looked[0]["memory"] + looked[1]["memory"])
@@ -1479,10 +1480,11 @@ peaks.columns = [f"MiB, {ranks} rank{'s, each' * (ranks > 1)}" for ranks in peak
 peaks.round(1)
 
 # %% [markdown]
-# Each rank needs half the memory, so the sequence may be twice as long. Weights and AdamW's states are not divided: the next
-# section does that. (For a moment a rank also holds keys and values of two others: those it works on, and those that are coming.)
+# Each rank needs half the memory, so the sequence can be twice as long. Weights and AdamW's states are not divided; that is the
+# subject of the next section. (For a short time, a rank also stores keys and values of two other ranks: those that it works on, and
+# those that are arriving.)
 #
-# **When a rank dies**, the others wait for its messages, perhaps without end. `launch` does not:
+# **When a rank dies**, the others wait for its messages, possibly forever. `launch` does not:
 
 # %%
 try:
@@ -1491,32 +1493,31 @@ except LaunchError as error:
     print(error)
 
 # %% [markdown]
-# "Killed by SIGKILL" is what running out of memory on a CPU looks like. On a cluster look for the *first* rank that failed: what
-# the others report, a lost connection or a timeout, is only its consequence.
+# When a process on a CPU runs out of memory, you see "killed by SIGKILL". On a cluster, look for the rank that failed *first*. The
+# others report a lost connection or a timeout, but that is only a consequence.
 #
 # ## 3.14 · Other data on each rank: DDP and FSDP
 #
-# *Further (optional).* A model that fits on one device can work on $W$ times as many sequences with $W$ ranks. The next cells
-# train the same model on two ranks, with DDP and with FSDP (the table of section 3.10).
+# *Further (optional).* If a model fits on one device, $W$ ranks can train it on $W$ times as many sequences per step. The next cells
+# train the same model on two ranks, with DDP and with FSDP (see the table in section 3.10).
 #
-# **Predict first**: each of two ranks holds how much of parameters, gradients and states between two steps under FSDP, as a share of
-# what it holds under DDP?
+# **Predict first**: between two steps, each rank stores parameters, gradients and AdamW's states. How much memory do they take under
+# FSDP on two ranks, as a share of what they take under DDP?
 
 # %%
 predicted_held = None  # your guess, a number between 0 and 1
 
 # %% [markdown]
-# With DDP each rank holds everything, and computes its own micro-batches; then all gradients are averaged with an *all-reduce*.
-# With four micro-batches before an update, you need the sum once, not four times: `no_sync()` skips the first three. FSDP
-# *shards* parameters, gradients and AdamW's states over the ranks, and fetches a block's parameters only while that block
-# computes.
+# With DDP, each rank stores everything and computes its own micro-batches. Then an *all-reduce* averages the gradients. With four
+# micro-batches before an update, you need the average once, not four times: `no_sync()` skips the first three. FSDP *shards*
+# parameters, gradients and AdamW's states over the ranks. It gathers the parameters of a block only while that block computes.
 
 # %%
 ranks = launch(demos.train_on_ranks, processes=2, device="cpu")
 trained = pd.DataFrame(ranks[0] + ranks[1])
 held = trained.groupby("case", sort=False)[["parameters", "gradients", "optimizer"]].max()
 share = held.loc["FSDP"].sum() / held.loc["DDP"].sum()
-checks.compare_prediction("Held under FSDP", predicted_held, share)
+checks.compare_prediction("Share stored under FSDP", predicted_held, share)
 (held / 2**20).assign(all=held.sum(axis=1) / 2**20).round(1)
 
 # %%
@@ -1526,20 +1527,22 @@ first["reduced, MiB"] = (first.all_reduced_bytes / 2**20).round(1)
 print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep=""))
 
 # %% [markdown]
-# The same loss three times: they compute the same step. Without `no_sync` four times as many bytes are reduced, for nothing. (One
-# all-reduce: the 3 MiB of gradients fit into one *bucket*. DDP sends buckets of 25 MiB (asked for here; by default the first has 1
-# MiB) as soon as they are full, while the backward pass goes on.)
+# All three have the same loss, so they compute the same step. Without `no_sync`, DDP reduces four times as many bytes for nothing.
+# (There is one all-reduce because the 3 MiB of gradients fit into one *bucket*. DDP sends a bucket of 25 MiB as soon as it is full,
+# while the backward pass continues. We asked for this size; by default, the first bucket has 1 MiB.)
 #
-# FSDP pays with traffic: parameters are gathered before the forward and before the backward pass, gradients reduced: half as much
-# again as DDP. So take DDP as long as 16 bytes a weight fit (float32, AdamW), FSDP when they do not, and a ring when the
-# *sequence* does not fit. They can be combined.
+# FSDP pays with traffic: it gathers the parameters before the forward pass and again before the backward pass, and then reduces the
+# gradients. That is 1.5 times the traffic of DDP. So use DDP as long as 16 bytes per weight fit (float32, AdamW), FSDP when they do
+# not, and a ring when the *sequence* does not fit. You can combine them.
 #
 # ## 3.15 · How far does it carry?
 #
-# *Further (optional).* Two processes on a CPU show that it is right, not that it is fast. On GPUs: *efficiency* is the share of the ideal
-# speed. For the ring, a shard's length stays the same, so $W$ devices hold $W$ times the sequence: $W^2$ times the work on $W$ times
-# the devices. Efficiency 1 means that it takes $W$ times as long as one device with its own shard. **Predict first**: by the count of
-# section 3.12, which efficiency can contiguous shards reach on four devices, at best?
+# *Further (optional).* Two processes on a CPU can show that the result is right, but not that it is fast. So here are measurements
+# on GPUs. *Efficiency* is the share of the ideal speed. For the ring, each shard keeps its length, so $W$ devices take a sequence
+# $W$ times as long. That is $W^2$ times the work on $W$ devices, so ideally it takes $W$ times as long as one shard on one device:
+# this is efficiency 1.
+#
+# **Predict first**: by the count of section 3.12, which efficiency can contiguous shards reach on four devices, at best?
 
 # %%
 predicted_efficiency = None  # your guess, a number between 0 and 1
@@ -1567,31 +1570,31 @@ plotting.plot_scaling(
 
 
 # %% [markdown]
-# Recorded on four H200 on NVLink (`labsupport ring bench`), by the kernel that computes the blocks. Zigzag goes far beyond contiguous
-# shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first and hides nothing. The rest of the way to 1 is lost to messages,
-# which here took multiprocessors and memory from the compute. Today the ring sends by the GPUs' copy engines: on two H100
-# messages add 3 to 9% to the time of the cuDNN ring ([chapter 11](../theory/11-several-devices.md#when-a-hop-hides), also with
-# a prediction).
+# This was recorded on four H200s connected by NVLink (`labsupport ring bench`), with several kernels for the blocks. Zigzag is far
+# better than contiguous shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first, so it hides
+# nothing. The rest is lost to messages: NCCL takes multiprocessors and memory bandwidth from the computation. Today the
+# ring sends by the GPUs' copy engines instead. On two H100s messages then add 3 to 9% to the time of the cuDNN ring ([chapter
+# 11](../theory/11-several-devices.md#when-a-hop-hides), also with a prediction).
 #
-# And data parallelism: each rank computes as much as one device alone, and efficiency 1 means that $W$ devices are $W$ times as fast.
-# On the same GPUs DDP keeps 94 to 97%, FSDP 84 to 91%; under FSDP a rank holds a $W$-th of the state
+# For data parallelism, each rank computes as much as one device alone, and efficiency 1 means that $W$ devices are $W$ times as fast.
+# On the same GPUs DDP reaches 94 to 97%, and FSDP 84 to 91%; under FSDP each rank stores a $W$-th of the state
 # ([chapter 11](../theory/11-several-devices.md#fsdp-the-state-is-shared-too)).
 
 # %% [markdown]
 # ## 3.16 · Data parallelism by hand
 #
-# *Further (optional), 48 minutes.* What does DDP do between your backward pass and your optimizer, and FSDP around each layer? Write
-# both. They need four operations. `comm` has them, beside `comm.rank` and `comm.world`:
+# *Further (optional), 48 minutes.* What does DDP do between your backward pass and your optimizer? What does FSDP do around each
+# layer? Write both. You need `comm.rank`, `comm.world`, and four operations of `comm`:
 #
 # | | starts | returns |
 # | --- | --- | --- |
-# | `comm.all_reduce(x)` | adding up `x` over all ranks, in place | a function: call it to wait until `x` holds the sum |
-# | `comm.all_gather(shard)` | | the shards of all ranks, one below the other |
+# | `comm.all_reduce(x)` | adding up `x` over all ranks, in place | a function: call it to wait until `x` is the sum |
+# | `comm.all_gather(shard)` | | the shards of all ranks, concatenated along the rows |
 # | `comm.reduce_scatter(whole)` | | this rank's rows of the sum of `whole` over all ranks |
-# | `comm.send_on((a, b))` | sending both to the next rank | a function: call it for the pair of the previous rank |
+# | `comm.send_on((a, b))` | sending both to the next rank | a function: call it to wait for the pair of the previous rank |
 #
-# In a *rehearsal*, each rank is a thread of this process: it takes milliseconds, and where real processes would hang, it raises an
-# error. Afterwards the same functions run on real processes (`labsupport/distributed/by_hand.py` has both kinds of `comm`).
+# First you *rehearse*: each rank is a thread of this process. That takes milliseconds, and if real processes would hang, you get an
+# error. Then the same functions run on real processes (`labsupport/distributed/by_hand.py` has both kinds of `comm`).
 #
 # ![A backward pass of four layers. In step 1 each layer's gradient is sent when it is complete, and the pass waits. In step 3 two buckets, of layers 4 and 3 and of 2 and 1, travel while it goes on.](../theory/figures/gradient-buckets.png)
 #
@@ -1600,24 +1603,26 @@ plotting.plot_scaling(
 #
 # #### Step 1 · A hook for each parameter · 8 minutes
 #
-# `average_each(parameters, comm, is_last)` attaches a hook to each parameter, which replaces its gradient by the mean over all ranks.
-# `p.register_post_accumulate_grad_hook(function)` calls `function(p)` as soon as `p.grad` is complete, once in each backward pass. Before
-# an update there may be several micro-batches, whose gradients PyTorch adds up in `p.grad`: send nothing until `is_last()` says that
-# the last one's backward pass runs. (That is `no_sync`.) The checks call your function through `rehearse_each`; don't change that one.
+# `average_each(parameters, comm, is_last)` attaches a hook to each parameter. The hook replaces the gradient by its mean over all
+# ranks. `p.register_post_accumulate_grad_hook(function)` makes PyTorch call `function(p)` when `p.grad` is complete, once per
+# backward pass. There may be several micro-batches before an update, and PyTorch adds up their gradients in `p.grad`. So send
+# nothing until `is_last()` is true: then this is the backward pass of the last micro-batch. (That is `no_sync`.) The checks call
+# your function through `rehearse_each`; don't change that one.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# What does `p.grad` hold on rank 0, and what on rank 1, when the hook is called? Which number do both ranks need?
+# When the hook is called, what is in `p.grad` on rank 0, and what on rank 1? Which number do both ranks need?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `comm.all_reduce(p.grad)` returns immediately. Only when you call what it returned does `p.grad` hold the sum. A sum is not a mean.
+# `comm.all_reduce(p.grad)` returns immediately, with a function. `p.grad` is the sum only after you have called that function. And a
+# sum is not yet a mean.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
 # ```text
 # inner function of one parameter:   if this is the last micro-batch:
-#                                        start the all-reduce of its gradient, wait, divide in place by the ranks' number
+#                                        start the all-reduce of its gradient, wait, divide in place by the number of ranks
 # for all parameters:                register the inner function
 # ```
 # </details>
@@ -1657,11 +1662,11 @@ checks.check_average_each(rehearse_each, seed=61)
 # %% [markdown]
 # #### Step 2 · Which gradients share a bucket? · 8 minutes
 #
-# A model has hundreds of small tensors, and each all-reduce costs a latency. So DDP fills *buckets*. `make_buckets(sizes, cap)` takes the
-# bytes of the parameters, in the model's order, and returns a list of lists: the numbers of the parameters in each bucket. Gradients come
-# from the last parameter to the first, and so do the buckets and the numbers in them. A bucket takes tensors until it holds `cap`
-# bytes or more; the next tensor opens a new one. (So one that is almost full may go far beyond `cap`. That is DDP's rule.) By
-# hand, with `sizes = [400, 300, 200, 100]` and `cap = 300`:
+# A model has hundreds of small tensors, and each all-reduce has a latency. So DDP collects gradients in *buckets*.
+# `make_buckets(sizes, cap)` takes the sizes of the parameters in bytes, in the model's order, and returns a list of lists: the
+# indices of the parameters in each bucket. The backward pass reaches the last parameter first, so the first bucket starts with the
+# last index. A bucket is full when it contains `cap` bytes or more; the next tensor starts a new bucket. (So a large tensor can
+# make a bucket much larger than `cap`. That is DDP's rule.) For example, with `sizes = [400, 300, 200, 100]` and `cap = 300`:
 #
 # ```text
 # 3: 100 bytes, 2: 300 bytes, full   |   1: 300 bytes, full   |   0: 400 bytes        [[3, 2], [1], [0]]
@@ -1669,19 +1674,19 @@ checks.check_average_each(rehearse_each, seed=61)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# When do you know that a bucket is full: before or after you put a tensor into it? And when do you need the next one?
+# Do you test whether a bucket is full before or after you add a tensor to it? When do you need the next bucket?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# One loop from the last number to 0, with two things to remember: the list of buckets, and the bytes in the last of them.
+# Use one loop from the last index to 0. Keep two things: the list of buckets, and the number of bytes in the last of them.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
 # ```text
 # start with one empty bucket and 0 bytes
-# for each number, the last first:
-#     if the bytes have reached cap:   open an empty bucket, 0 bytes
-#     put the number into the last bucket, add its size to the bytes
+# for each index, from the last to the first:
+#     if the bytes have reached cap:   start an empty bucket, with 0 bytes
+#     append the index to the last bucket, add its size to the bytes
 # ```
 # </details>
 # </details>
@@ -1712,30 +1717,30 @@ checks.check_buckets(make_buckets, seed=62)
 # %% [markdown]
 # #### Step 3 · Buckets that travel during the backward pass · 15 minutes
 #
-# `average_in_buckets(parameters, buckets, comm, is_last)` attaches hooks, too. The hook that completes a bucket joins its gradients in
-# one flat tensor and starts the all-reduce, *without* waiting. The function returns another one, `finish`. It is called after
-# the last backward pass of each step: it waits for all buckets, divides, and copies each part back into its parameter's gradient.
-# The hooks stay for the next step.
+# `average_in_buckets(parameters, buckets, comm, is_last)` attaches hooks, too. The hook that completes a bucket concatenates its
+# gradients into one flat tensor and starts the all-reduce, *without* waiting. `average_in_buckets` returns a function, `finish`,
+# which is called after the last backward pass of each step. It waits for all buckets, divides, and copies each part back into the
+# gradient of its parameter. The hooks stay for the next step.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# A hook knows its own parameter only. What must all hooks of a bucket share, to know that it is complete?
+# A hook knows only its own parameter. What must the hooks of a bucket share, to know when it is complete?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Count down, for each bucket, how many gradients are missing. At 0: `torch.cat` of the flattened gradients, start, and remember the
-# flat tensor with its wait function in a list. A `lambda` in a loop sees the loop variable's *last* value; `lambda p, n=n: ...` keeps
-# the current one.
+# For each bucket, count down the number of missing gradients. At 0, concatenate the flattened gradients with `torch.cat`, start the
+# all-reduce, and append the flat tensor and its wait function to a list. A `lambda` in a loop sees the *last* value of the loop
+# variable; `lambda p, n=n: ...` keeps the current one.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
 # ```text
-# missing = for each bucket, how many;   running = an empty list
-# arrived(n):    nothing, if this is not the last micro-batch
-#                one less is missing in bucket n;   if none is: flatten, concatenate, start; note (bucket, flat, wait)
+# missing = for each bucket, its number of gradients;   running = an empty list
+# arrived(n):    return, if this is not the last micro-batch
+#                missing[n] is one less;   if it is 0: flatten, concatenate, start; append (bucket, flat, wait) to running
 # hooks:         for each bucket n, for each of its parameters: one that calls arrived(n)
-# finish():      for each noted: wait, split flat into the parameters' sizes, copy each part / world back in its shape
-#                then empty `running`, and set `missing` back, both in place
+# finish():      for each entry of running: wait, split flat by the parameters' sizes, copy each part / world back in its shape
+#                then empty running and reset missing, both in place
 # ```
 # </details>
 # </details>
@@ -1799,30 +1804,30 @@ checks.check_overlap(rehearse_buckets, seed=64)
 # %% [markdown]
 # #### Step 4 · A layer in parts, as FSDP does it · 12 minutes
 #
-# Under DDP each rank holds all weights. Under FSDP it holds some rows of each, its *shard*: the whole weight is put together shortly before
-# it is needed, and dropped again.
+# Under DDP, each rank stores all weights. Under FSDP, it stores only some rows of each weight, its *shard*. The whole weight is
+# gathered shortly before it is needed, and freed afterwards.
 #
 # ![One layer on one of two ranks: its shard is always there, the whole weight only during the forward and the backward pass, and of the whole gradient a shard remains.](../theory/figures/sharded-layer.png)
 #
-# Write this layer, `y = x Wᵀ`, as an autograd function.
+# Write this for one layer, `y = x Wᵀ`, as an autograd function.
 #
 # | | gets | returns |
 # | --- | --- | --- |
 # | `forward(ctx, x, shard, comm)` | `x` `(rows, in)`, this rank's inputs; `shard` `(out / world, in)` | `y` `(rows, out)` |
 # | `backward(ctx, dy)` | `dy` `(rows, out)` | the gradients of `x` and `shard`, and None for `comm` |
 #
-# The gradient of `shard` is the mean of all ranks', as under DDP, but of this rank's rows only. After `forward` no whole weight
-# may stay in memory: gather it again in `backward`. With $dX = dY\,W$ and $dW = dY^\top X$.
+# The gradient of `shard` is the mean over all ranks, as under DDP, but only for this rank's rows. The whole weight must not stay in
+# memory after `forward`: gather it again in `backward`. You need $dX = dY\,W$ and $dW = dY^\top X$.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Which of `x`, `shard` and the whole weight may `ctx` keep? Each rank can compute the whole $dW$ of *its own* inputs. Who needs
-# which rows of it?
+# Which of `x`, `shard` and the whole weight may you store in `ctx`? Each rank can compute the whole $dW$ for *its own* inputs. Which
+# ranks need which rows of it?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `all_gather` and `reduce_scatter` are each other's mirror images: the one brings all rows to all ranks, the other adds up all ranks' rows, and
-# leaves each rank its own. An all-reduce is one after the other.
+# `reduce_scatter` is the mirror image of `all_gather`. `all_gather` gives all rows to all ranks. `reduce_scatter` adds up the rows of
+# all ranks and gives each rank its own part. The two in a row are an all-reduce.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1879,10 +1884,11 @@ checks.check_sharded_memory(rehearse_layer, seed=66)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now on two real processes: 20 steps of a small network, each rank on its own part of the data (`DistributedSampler`), with two micro-batches before
-# an update. Once with PyTorch's `DistributedDataParallel`, once with your hooks, once with your buckets. The network's tensors
-# have 32,768, 512, 65,536, 512, 8,192 and 64 bytes, in the model's order. **Predict first**: how many all-reduces does a step take with buckets of
-# 32 KiB (32,768 bytes)?
+# Now on two real processes: 20 steps of a small network, with two micro-batches before each update. Each rank has its own part of
+# the data (`DistributedSampler`). We train once with PyTorch's `DistributedDataParallel`, once with your hooks, and once with your
+# buckets. The tensors of the network have 32,768, 512, 65,536, 512, 8,192 and 64 bytes, in the model's order.
+#
+# **Predict first**: how many all-reduces does a step take with buckets of 32 KiB (32,768 bytes)?
 
 # %%
 predicted_buckets = None  # your guess, a number
@@ -1935,7 +1941,8 @@ index = ["DistributedDataParallel", "your hooks", "your buckets"]
 pd.DataFrame(trained, index=index)[["all_reduces", "bytes"]]
 
 # %% [markdown]
-# The same weights after 20 steps, to $10^{-6}$, from the same bytes in fewer messages. And the sharded layers, four of 1,024 × 1,024:
+# After 20 steps the weights agree to $10^{-6}$. The buckets send the same bytes in fewer messages. Now the sharded layers, four of
+# 1,024 × 1,024:
 
 # %%
 held = pd.DataFrame(both[0][1] + both[1][1]).set_index(["rank", "weights"]) / 2**20
@@ -1945,43 +1952,43 @@ held.rename(columns={"held_bytes": "held, MiB", "gathered_bytes": "gathered, at 
 
 
 # %% [markdown]
-# Each rank holds half of weights and gradients. In return each pass gathers the whole weight of one layer at a time, 4 MiB. (Its
-# whole gradient, before the reduce-scatter, comes on top and is not counted here.) With a hundred layers, one layer is little
-# beside what is saved.
+# Each rank stores half of the weights and gradients. In return, each pass gathers one whole weight at a time, 4 MiB. (The whole
+# gradient before the reduce-scatter takes as much again, and is not counted here.) In a model with a hundred layers, the memory for
+# one whole layer is small compared with what you save.
 #
-# `capstone/data_parallel.py` is the same as an ordinary program of about a hundred lines, with `torchrun`, DDP and FSDP. Read it, run it, and put your
-# own hooks into it: `torchrun --nproc-per-node 2 capstone/data_parallel.py`.
+# `capstone/data_parallel.py` does the same as an ordinary program of about a hundred lines, with `torchrun`, DDP and FSDP. Read it,
+# run it with `torchrun --nproc-per-node 2 capstone/data_parallel.py`, and try your own hooks in it.
 
 # %% [markdown]
 # ## 3.17 · A ring's backward
 #
-# *Further (optional), 23 minutes.* The ring of section 3.13 goes one way: forward. Its backward sends keys and values around once
-# more, and gradients with them. Which gradients must travel, and after how many steps are they back on their own rank?
+# *Further (optional), 23 minutes.* The ring of section 3.13 has only a forward pass. The backward pass sends keys and values around
+# once more, together with gradients. Which gradients must travel? After how many steps are they back on their own rank?
 #
 # ![Whose keys each of four ranks has in each of four steps: rank r has those of rank r minus the step; where that is a later rank, the mask hides them.](../theory/figures/ring-steps.png)
 #
 # ### Exercise 3-7 · A ring's backward
 # ●●● · 20 minutes · 0 points (optional)
 #
-# Contiguous shards, causal. `ring_backward` gets this rank's shards: `dout`, `q`, `k`, `v`, `out` `(heads, tokens, head_dim)`, and `lse`
-# `(heads, tokens)`, the log-sum-exp of the *whole* rows. It returns the gradients `dq`, `dk`, `dv` of this rank's `q`, `k`, `v`. A block's
-# share follows from notebook 1 (1.6), with the scores $S = QK^\top / \sqrt d$ and $D$ the row sums of $dO \circ O$:
+# Shards are contiguous, and attention is causal. `ring_backward` gets this rank's shards: `dout`, `q`, `k`, `v`, `out`
+# `(heads, tokens, head_dim)`, and `lse` `(heads, tokens)`, the log-sum-exp of the *whole* rows. It returns `dq`, `dk` and `dv`, the
+# gradients of this rank's `q`, `k` and `v`. The contribution of one block is that of notebook 1 (1.6), with scores
+# $S = QK^\top / \sqrt d$ and with the row sums of $dO \circ O$ as $D$:
 #
 # $$P = e^{S - L}, \quad dS = P \circ (dO\,V^\top - D), \quad dQ \mathrel{+}= dS\,K / \sqrt d, \quad dK \mathrel{+}= dS^\top Q / \sqrt d, \quad dV \mathrel{+}= P^\top dO$$
 #
-# Keys and values travel by `comm.send_on((k, v))`, which starts sending to the next rank; call what it returns to get the previous
-# rank's pair. Do not change k and v in place before you have called that function. `comm.rank` is this rank's number, from 0, and
-# `comm.world` the number of ranks. All ranks must send equally often, also in steps whose keys
-# they cannot see.
+# `comm.send_on((k, v))` starts sending keys and values to the next rank, and returns a function. Call that function to get the pair
+# of the previous rank; don't change k and v in place before. `comm.rank` is the number of this rank, from 0, and `comm.world` the
+# number of ranks. All ranks must send equally often, even in steps in which they cannot see the keys.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# dQ is a sum over keys, dK a sum over queries. Which of the two sums can be formed on one rank, without sending it anywhere?
+# dQ is a sum over keys, dK a sum over queries. Which of the two sums can a rank compute without sending it anywhere?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# The dK and dV in your hands always belong to the keys in your hands. So they go wherever the keys go, after you have added your share.
-# They start as zeros on their own rank. How many hops until they are back there?
+# The dK and dV that a rank has always belong to the keys that it has. So send them on with the keys, after you have added your
+# contribution. They start as zeros on their own rank. After how many hops are they back there?
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1990,9 +1997,9 @@ held.rename(columns={"held_bytes": "held, MiB", "gathered_bytes": "gathered, at 
 # for each step, 0 to world - 1:
 #     start sending k and v
 #     if their owner's tokens are not later than ours (step <= rank):
-#         S, in step 0 masked above its diagonal;  P, dS;  add this block's shares to dq, dk, dv
-#     send dk and dv on, and take the previous rank's
-#     take the previous rank's k and v
+#         S, in step 0 masked above its diagonal;  P, dS;  add this block's contributions to dq, dk, dv
+#     send dk and dv on, and take those of the previous rank
+#     take k and v of the previous rank
 # ```
 # </details>
 # </details>
@@ -2038,7 +2045,7 @@ checks.check_ring_backward(rehearse_ring, seed=71)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# And on three real processes, judged by the same check:
+# Now on three real processes, with the same check:
 
 # %%
 own_backward = checks.solution_or_reference(
@@ -2064,43 +2071,43 @@ print("On three processes, the function that the line above names:")
 checks.check_ring_backward(ring_on_processes, worlds=(3,))
 
 # %% [markdown]
-# With your forward pass of section 3.13 this is a complete differentiable ring.
-# `labsupport/distributed/minimal_ring.py` does the same in 60 lines, as one autograd function.
+# Together with your forward pass of section 3.13, this is a complete ring with gradients. `labsupport/distributed/minimal_ring.py`
+# is the same in 60 lines, as one autograd function.
 #
 # ## 3.18 · A fault to find
 #
-# *Further (optional), 12 minutes.* A colleague accumulates gradients over parts of a batch, because the whole does not fit. "It should make no
-# difference, and mostly it makes none. But on padded batches training is worse, and nobody knows why."
+# *Further (optional), 12 minutes.* A colleague accumulates gradients over parts of a batch, because the whole batch does not fit: "It
+# should make no difference, and usually it doesn't. But on padded batches training is worse, and nobody knows why."
 #
 # ### Exercise 3-8 · Find the fault
 # ●●○ · 10 minutes · 0 points (optional)
 #
-# The next cell begins with the colleague's program. Run the table after it *first*: it compares the gradient accumulated over four parts
-# with that of the whole batch. Then name the cause, and repair the program: `find_fault` returns the letter and a
-# `gradient_of_part` that is right. `find_fault` may return `gradient_of_part` with one line changed. The options:
+# The next cell starts with the colleague's program. *First*, run the cell after it: its table compares the gradient accumulated over
+# four parts with the gradient of the whole batch. Then write `find_fault`. It returns the letter of the cause and a correct
+# `gradient_of_part`; to correct it, you only need to change one line. The possible causes:
 #
 # | | the cause |
 # | --- | --- |
-# | `"a"` | gradients of the step before are still there |
+# | `"a"` | gradients of the previous step are still there |
 # | `"b"` | the tokens of the last part are lost |
-# | `"c"` | parts count alike, however many labels they have |
+# | `"c"` | all parts get the same weight, however many labels they have |
 # | `"d"` | tokens without a label (-100) have a loss |
-# | `"e"` | the parts' gradients are added up, where a mean is wanted |
+# | `"e"` | the gradients of the parts are added up, instead of averaged |
 # | `"f"` | float32 rounds differently when the order of the sum changes |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# In which batches of the table is the gradient right? What do their parts have in common?
+# For which batches in the table is the gradient right? What do their parts have in common?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Take two parts, one with 8 labels and one with 2, and write down with which weight each label enters the one large batch's mean loss. And in the
+# Take two parts, one with 8 labels and one with 2. Which weight does each label have in the mean loss of the whole batch? And in the
 # program?
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# `F.cross_entropy(..., reduction="sum")` adds up the losses of a part's labels. By which number, the same for all parts, must each sum be divided?
-# `all_labels` has the labels of the whole batch.
+# `F.cross_entropy(..., reduction="sum")` adds up the losses of a part's labels. Which number, the same for all parts, must you divide
+# each sum by? `all_labels` has the labels of the whole batch.
 # </details>
 # </details>
 # </details>
@@ -2168,11 +2175,11 @@ checks.check_accumulation(after_repair, seed=81)
 # %% [markdown]
 # ## 3.19 · Longer than in training
 #
-# *Further (optional), 26 minutes.* Back to one device. RoPE has no last position, but each model has a longest text it was trained on.
-# For `recall` (section 3.9) that is 2,048 bytes; only 40 of its 2,780 steps had 4,096. Now it reads lists of 4,096 bytes, with
-# questions everywhere. The questions and their answers are scored, by where they stand.
+# *Further (optional), 26 minutes.* Back to one device. RoPE itself has no last position, but each model was trained up to some
+# length. For `recall` (section 3.9) that is 2,048 bytes; only 40 of its 2,780 steps used 4,096. Now it reads lists of 4,096 bytes
+# that contain questions everywhere. We measure the NLL of questions and answers by their position.
 #
-# **Predict first**: how many times as large is the NLL in the last 1,024 bytes as in the first?
+# **Predict first**: the NLL in the last 1,024 bytes is how many times as large as in the first 1,024?
 
 # %%
 predicted_rise = None  # your guess, a number
@@ -2190,9 +2197,10 @@ checks.compare_prediction("Last 1,024 bytes over the first", predicted_rise, ris
 by_position.round(2)
 
 # %% [markdown]
-# A later answer is harder anyway: there are more facts to choose from. But from 2,048 on there is something else. Pair $i$ turns by
-# $t f_i$, and `recall` has $d/2 = 8$ pairs. Pair 5 made a quarter of a turn in 2,048 bytes, and pair 7 a hundredth. The angles that
-# follow are new to the model. All remedies turn more slowly, by a factor $\sigma$ (here 2), but not the same pairs:
+# Later answers are harder in any case, because there are more facts to choose from. But from 2,048 on there is a second reason.
+# Pair $i$ turns by $t f_i$, and `recall` has $d/2 = 8$ pairs. In 2,048 bytes, pair 5 made a quarter of a turn, and pair 7 a
+# hundredth. The model has never seen larger angles of such pairs. Three remedies slow the pairs down, by up to a factor $\sigma$
+# (here 2). They differ in which pairs they slow:
 #
 # ```text
 # pair i                           0      1      2      3      4      5      6      7
@@ -2210,27 +2218,29 @@ by_position.round(2)
 # ### Exercise 3-9 · Three ways to turn more slowly
 # ●●○ · 20 minutes · 0 points (optional)
 #
-# $d$ = `head_dim`, $\beta$ = `base`, $\sigma$ = `factor` (1 or more); $f_i = \beta^{-2i/d}$ are the plain frequencies, $i = 0 \dots d/2 - 1$. All
-# three functions return the new frequencies, `(head_dim // 2,)`, float32 or float64; `yarn` returns a second value.
+# $d$ = `head_dim`, $\beta$ = `base`, $\sigma$ = `factor` (1 or more). $f_i = \beta^{-2i/d}$ are the plain frequencies,
+# $i = 0 \dots d/2 - 1$. All three functions return the new frequencies, `(head_dim // 2,)`, float32 or float64; `yarn` also returns
+# a second value.
 #
 # | function | returns |
 # | --- | --- |
-# | `interpolated(head_dim, base, factor)` | *position interpolation* (Chen et al. 2023): all positions are divided by $\sigma$. An angle is $t f_i$, so you can divide each $f_i$ instead |
+# | `interpolated(head_dim, base, factor)` | *position interpolation* (Chen et al. 2023) divides all positions by $\sigma$. An angle is $t f_i$, so you can divide each $f_i$ instead |
 # | `ntk_aware(head_dim, base, factor)` | the plain formula with a larger base $\beta'$, chosen so that the *last* pair becomes $\sigma$ times as slow. (Pair 0 stays: its frequency is 1 with any base) |
-# | `yarn(head_dim, base, factor, trained)` | a tuple: the frequencies $f'_i$ below, and the *attention factor* $0.1 \ln\sigma + 1$, a number. `trained`: tokens of the training, $T$ |
+# | `yarn(head_dim, base, factor, trained)` | a tuple: the frequencies $f'_i$ below, and the *attention factor* $0.1 \ln\sigma + 1$, a number. `trained`: the training length in tokens, $T$ |
 #
-# YaRN (Peng et al. 2023) leaves fast pairs alone and interpolates slow ones, with a ramp $\gamma$ between them:
+# YaRN (Peng et al. 2023) leaves fast pairs alone and interpolates slow ones, with a ramp $\gamma$ in between:
 #
 # $$f'_i = (1 - \gamma_i) f_i + \gamma_i \frac{f_i}{\sigma}, \qquad \gamma_i = \frac{i - \text{low}}{\text{high} - \text{low}} \text{ clamped to } 0 \dots 1, \qquad c(n) = \frac d2 \cdot \frac{\ln\frac{T}{2\pi n}}{\ln\beta}$$
 #
-# $c(n)$ is where a pair would stand that makes $n$ turns in $T$ tokens: *low* is $c(32)$ rounded down, at least 0; *high* is $c(1)$ rounded up.
-# For `recall` they are 1 and 5. (The paper's formula makes the ramp linear in the turns; its program and Transformers make it linear in
-# $i$, as here.) The attention factor multiplies queries and keys, so scores grow by its square,
-# which sharpens the softmax.
+# A pair at index $c(n)$ makes $n$ turns in $T$ tokens. *low* is $c(32)$ rounded down, at least 0; *high* is $c(1)$ rounded up. For
+# `recall` they are 1 and 5. (In the paper's formula the ramp is linear in the number of turns; in its program and in Transformers
+# it is linear in $i$, as here.) Queries and keys are both multiplied by the attention factor, so scores grow by its square. This
+# makes the softmax sharper.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Begin with $\sigma = 1$: what must all three return? Then look at the last pair in the table above. What do all three do with it?
+# Begin with $\sigma = 1$: what must all three return? Then look at the last pair in the table above. What does each of the three do
+# with it?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -2241,9 +2251,9 @@ by_position.round(2)
 #
 # ```text
 # interpolated   the plain frequencies, divided
-# ntk_aware      the base, times factor to a power that is a little above 1;  the plain formula with it
+# ntk_aware      multiply the base by factor to a power that is a little above 1;  the plain formula with this base
 # yarn           the plain frequencies;  low and high by math.log, math.floor, math.ceil
-#                the ramp of torch.arange(head_dim // 2), clamped;  the mixture of plain and divided;  the attention factor
+#                the ramp from torch.arange(head_dim // 2), clamped;  mix plain and divided;  the attention factor
 # ```
 # </details>
 # </details>
@@ -2302,10 +2312,10 @@ checks.check_yarn(yarn, seed=93)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# The same weights and the same lists, with your frequencies. Nothing is trained.
+# The same weights read the same lists with your frequencies. There is no training.
 #
-# **Predict first**: how many times the plain NLL of the first 1,024 bytes does the best of the three reach in the last
-# 1,024 bytes? And which one is it?
+# **Predict first**: which method is best in the last 1,024 bytes? Its NLL there is how many times the plain NLL of the first 1,024
+# bytes?
 
 # %%
 predicted_best = None  # your guess, a number
@@ -2349,14 +2359,14 @@ plotting.plot_by_window(
 )
 
 # %% [markdown]
-# At $\sigma = 2$ YaRN helps most, then NTK-aware scaling, as in the paper. NTK-aware scaling pays with the first bytes, which
-# plain frequencies read better: it slows pairs that need no slowing. Interpolation destroys this model. Its first layers were built to look
-# 1 to 12 bytes back, and now all distances are halved. It is meant to be followed by training: Chen
-# et al. took 1,000 steps. The ranking is not general: set `factor = 4` above, and in the last of 8,192 bytes NTK-aware scaling is ahead
-# of YaRN. A model of 8 pairs is weak evidence.
+# At $\sigma = 2$, YaRN helps most, then NTK-aware scaling, as in the paper. NTK-aware scaling is worse than plain frequencies in
+# the first bytes, because it also slows pairs that don't need it. Interpolation destroys this model: its first layers were built to
+# look 1 to 12 bytes back, and now all distances are halved. It needs further training; Chen et al. took 1,000 steps. The ranking is
+# not general: if you set `factor = 4` above, NTK-aware scaling beats YaRN in the last of 8,192 bytes. A model with 8 pairs is weak
+# evidence.
 #
-# SmolLM2 is larger. It has 32 pairs, and was trained on up to 8,192 tokens. It reads 16,384 tokens of Python's source, in a recorded
-# run (`python -m benchmarks long_positions`):
+# SmolLM2 is larger. It has 32 pairs, and was trained on up to 8,192 tokens. In a recorded run it reads 16,384 tokens of Python's
+# source (`python -m benchmarks long_positions`):
 
 # %%
 longer = load_run("long-positions-cpu")
@@ -2374,66 +2384,68 @@ plotting.plot_by_window(
 )
 
 # %% [markdown]
-# Up to 8,192 tokens plain frequencies are best. From 12,288 on they fail; NTK-aware scaling and YaRN read on, without one step of
-# training. Interpolation costs about 1 nat a token everywhere, and does not fail. That is one file and one small model. And a low NLL does not
-# say that anything 16,000 tokens away was used: section 3.9 measures that. Libraries have all three: in Transformers they are the
-# `rope_type`s `linear`, `dynamic` (whose base grows with the text) and `yarn`.
+# Up to 8,192 tokens, plain frequencies are best. From 12,288 on they fail, but NTK-aware scaling and YaRN still work, without a
+# single step of training. Interpolation costs about 1 nat per token everywhere, but doesn't fail. This is one file and one small
+# model. And a low NLL does not mean that the model used anything 16,000 tokens away: section 3.9 measures that. Libraries have all
+# three: in Transformers they are the `rope_type`s `linear`, `dynamic` (whose base grows with the text) and `yarn`.
 #
 # ## What you measured on several devices
 #
-# - Partial results with their log-sum-exps merge into attention over all keys, to the last rounding. A plain average does not.
-# - Contiguous causal shards keep the busiest rank busy for $2 - 1/W$ times the average; zigzag shares each step evenly.
-# - Positions and labels belong to tokens: sharded with the wrong ones, a model still computes, and only the loss shows it.
-# - A ring divides what grows with $N$; FSDP what belongs to weights; DDP nothing, and it sends least.
+# - Partial results and their log-sum-exps merge exactly, up to rounding, into attention over all keys. A plain average is wrong.
+# - With contiguous causal shards the busiest rank has $2 - 1/W$ times the average work; zigzag balances each step.
+# - Positions and labels belong to tokens. If you shard the wrong ones, the model still computes, and only the loss shows it.
+# - A ring divides what grows with $N$. FSDP divides what belongs to weights. DDP divides nothing, and sends least.
 # - `no_sync` saves all but one of the all-reduces of an accumulated step.
-# - A rank that dies takes the run with it. Look for the first one that failed.
-# - Beyond the trained length a model fails at angles that it has not seen; pairs that turn more slowly help, untrained, to a degree.
-# - DDP is a hook, a bucket and an all-reduce; FSDP gathers a layer, uses it and drops it; a ring's dK and dV travel with their keys.
+# - If a rank dies, the whole run ends. Look for the rank that failed first.
+# - Beyond the trained length a model fails at angles that it has not seen. Slower pairs help to a degree, without further training.
+# - DDP is a hook, a bucket and an all-reduce. FSDP gathers a layer, uses it and frees it. In a ring, dK and dV travel with their keys.
 #
 # ## Six questions
 #
 # <details><summary>1. Why can partial results be merged exactly, although softmax needs the whole row?</summary>
 #
-# A softmax is a sum of exponentials over a sum of exponentials. Each part brings its own quotient and, as the log-sum-exp, its own
-# denominator. Multiply by the denominators, add, divide by their sum: the online softmax, between whole results instead of tiles.
+# A softmax divides a sum of exponentials by another. Each part has its own quotient, and its log-sum-exp gives the denominator.
+# Multiply the quotients by their denominators, add, and divide by the sum of the denominators. This is online softmax for whole
+# results instead of tiles.
 # </details>
 #
 # <details><summary>2. Striped attention gives rank r the tokens r, r + W, r + 2W, ... Is the work balanced? What else changes?</summary>
 #
-# Yes, nearly: each rank has early and late tokens alike (Brandon et al., *Striped Attention*, arXiv 2311.09431). But in every step
-# the block is a triangle, with a mask along its diagonal. Zigzag's blocks are whole chunks without a mask, but for step 0.
+# Yes, nearly: each rank has early and late tokens (Brandon et al., *Striped Attention*, arXiv 2311.09431). But in every step the
+# block is a triangle, with a mask along its diagonal. Zigzag's blocks are whole chunks without a mask, except in step 0.
 # </details>
 #
 # <details><summary>3. The hop takes 3 ms, the block 2 ms. What does a step cost, and what can you do?</summary>
 #
-# 3 ms: the longer of the two. A shard twice as long takes 6 ms to send and 8 to compute, so longer shards hide it. Fewer key
+# 3 ms, the longer of the two. A shard twice as long takes 6 ms to send and 8 ms to compute, so longer shards hide the hop. Fewer key
 # heads (grouped queries) make the message smaller, and hardly change the work.
 # </details>
 #
 # <details><summary>4. What does an all-reduce of n bytes cost each rank, and why is DDP's hidden for the most part?</summary>
 #
-# It sends $2 (W-1)/W \cdot n$ bytes, nearly independent of $W$: once around to add up, once around to share. It begins as soon as
-# the last layers' bucket is full, while the backward pass still computes the layers before.
+# It sends $2 (W-1)/W \cdot n$ bytes, nearly independent of $W$: once around to add up, once around to distribute the sum. It starts
+# as soon as the last layers' bucket is full, while the backward pass still computes the earlier layers.
 # </details>
 #
 # <details><summary>5. The ranks have 5, 5, 5 and 4 micro-batches left. What happens under plain DDP, and what is the remedy?</summary>
 #
-# The fifth all-reduce of three ranks waits for the fourth rank: a hang, then a timeout. Give the last rank an empty micro-batch of
-# weight 0 (as this lab does), leave the rest out on all ranks, or use PyTorch's `Join`. And weigh by labels: a mean of means is
-# wrong when the counts differ.
+# The fifth all-reduce of three ranks waits for the fourth rank: a hang, then a timeout. You can give the last rank an empty
+# micro-batch of weight 0 (as this lab does), drop the rest on all ranks, or use PyTorch's `Join`. And weight by labels: a mean of
+# means is wrong if the counts differ.
 # </details>
 #
 # <details><summary>6. A model of 7 billion weights, AdamW in float32, 8 GPUs of 80 GB. DDP or FSDP? What if the sequence has a million tokens?</summary>
 #
-# 16 bytes a weight are 112 GB: DDP does not fit; FSDP holds 14 GB on each. CPU offload would fit as well, and is slow: all of it
-# crosses the bus in each step. At a million tokens the activations are the problem, which FSDP does not shard: add a ring, and the remedies of section 3.6.
+# 16 bytes per weight are 112 GB, so DDP does not fit; FSDP needs 14 GB on each GPU. CPU offload would fit as well, but it is slow,
+# because everything crosses the bus in each step. At a million tokens the activations are the problem, and FSDP does not shard
+# them: add a ring, and the remedies of section 3.6.
 # </details>
 #
 # ## Read on
 #
-# - Theory chapter [7, Long context](../theory/07-long-context.md): what a step holds, each remedy with its price, RoPE derived, how to
-#   go beyond the length that a model was trained on. [11, Several devices](../theory/11-several-devices.md): rings and data
-#   parallelism, with a model of their efficiency.
+# - Theory chapters [7, Long context](../theory/07-long-context.md): what a step stores, each remedy with its cost, RoPE derived, and
+#   how to go beyond the training length; and [11, Several devices](../theory/11-several-devices.md): rings and data parallelism, with a
+#   model of their efficiency.
 # - Su et al., *RoFormer* (arXiv 2104.09864), section 3: where the rotation comes from.
 # - Peng et al., *YaRN* (arXiv 2309.00071), section 3: four ways to turn more slowly, compared.
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost* (arXiv 1604.06174): checkpointing.

@@ -369,8 +369,8 @@ print(forms_table.round(digits).to_string())
 #
 # FlashAttention over a long text is bound by *arithmetic*, forward and backward: intensity grows with $N$. (The backward has 2.5 times
 # the FLOPs of the forward: five products for two.) What is bound by memory: short texts, and a decode step, whatever the length of its
-# cache. Its single query does one FLOP for each byte it reads, and 4 with grouped heads: four queries share a key. More tokens at
-# once, as speculative decoding does, multiply it.
+# cache. Its single query does one FLOP for each byte it reads, and 4 with grouped heads: four queries share a key. Several
+# tokens per step, as in speculative decoding, multiply the intensity.
 #
 # A window takes FLOPs away, but no bytes. The lab's `roofline` knows it, and gives least time and bound of any `Case`, of the lab's
 # recorded runs as well:
@@ -442,11 +442,13 @@ if spec is not None:
     lines.insert(
         0, plotting.RoofLine("specified", spec.peak_tflops(name_of_dtype), spec.bandwidth_gb_s)
     )
-grown = judged[judged.seqlen > 1].groupby("backend").intensity.agg(lambda x: x.iloc[-1] / x.iloc[0])
+grown = (
+    judged[judged.seqlen > 1].groupby("backend").intensity.agg(lambda x: x.iloc[-1] / x.iloc[-2])
+)
 plotting.plot_roofline(
     judged,
     lines,
-    title=f"From {lengths[0]:,} to {lengths[-1]:,} tokens the textbook's intensity grows "
+    title=f"From {lengths[-2]:,} to {lengths[-1]:,} tokens the textbook's intensity grows "
     f"{grown.standard:.1f} times, FlashAttention's {grown.sdpa_flash:.1f} times",
     small_print=f"{ceilings.device}, {name_of_dtype}, {heads} heads of {head_dim}; "
     "sdpa_flash, the two on the left: decode steps",
@@ -1066,6 +1068,8 @@ checks.check_update_dtype(update)
 # A tile of pointers is a column plus a row: `Q + rows[:, None] * stride_qn + d[None, :]`. You also have `tl.zeros([n], tl.float32)`,
 # `tl.full`, `tl.trans(x)`, `tl.log2(x)` and `tl.minimum(a, b)`.
 #
+# First make it correct. Then make it fast: a mask takes time on every tile, but few tiles need one.
+#
 # A row that sees no key stores 0, and -inf as its log-sum-exp. `tl.program_id(0)` is the block of queries, `tl.program_id(1)` the head.
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -1076,13 +1080,16 @@ checks.check_update_dtype(update)
 #
 # Head `head` of `Q` begins at `Q + head * stride_qh`. Mask loads and stores with
 # `rows[:, None] < n_q`, keys with `cols[:, None] < n_k`. Scores of keys that do not exist or are hidden become -inf before `update`
-# sees them. The causal loop ends at the last key that the block's last query sees.
+# sees them. The causal loop ends at the last key that the block's last query sees. Most tiles lie before the first key that
+# the block's *first* query does not see: they need no mask, and are faster without.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
 # 1. `rows`, `d` and `c` by `tl.arange`; load `q`; start `m`, `l`, `acc` as `update` wants them.
-# 2. `stop = n_k`; if `CAUSAL`: the smaller of it and `(tl.program_id(0) + 1) * BLOCK_Q + n_k - n_q`.
-# 3. For `j` in `tl.range(0, stop, BLOCK_K)`: load `k` and `v`, `scores = tl.dot(q, tl.trans(k)) * scale`, hide, `update`.
+# 2. `stop = n_k`; if `CAUSAL`: the smaller of it and `(tl.program_id(0) + 1) * BLOCK_Q + n_k - n_q`. In the same way `full`, the keys that
+#    the first query sees, too: `n_k`, or the smaller of it and `tl.program_id(0) * BLOCK_Q + n_k - n_q + 1`.
+# 3. For `j` in `tl.range(0, stop, BLOCK_K)`: load `k` and `v`, `scores = tl.dot(q, tl.trans(k)) * scale`; hide if
+#    `j + BLOCK_K > full`; `update`.
 # 4. Divide by `l` (by 1 where it is 0), store; the log-sum-exp is `(m + tl.log2(l)) * 0.6931`, with log(2) = 0.6931471805599453.
 # </details>
 # </details>
@@ -1107,19 +1114,22 @@ def flash_kernel(
     m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, D], tl.float32)
-    stop = n_k
-    if CAUSAL:  # behind the last key that the block's last query sees
+    stop, full = n_k, n_k  # the keys that some query of the block sees, and that all see
+    if CAUSAL:
         stop = tl.minimum(n_k, (tl.program_id(0) + 1) * BLOCK_Q + n_k - n_q)
+        full = tl.minimum(n_k, tl.program_id(0) * BLOCK_Q + n_k - n_q + 1)
     for j in tl.range(0, stop, BLOCK_K):
         cols = j + c
         k_at = K + head * stride_kh + cols[:, None] * stride_kn + d[None, :]
         v_at = V + head * stride_vh + cols[:, None] * stride_vn + d[None, :]
         k = tl.load(k_at, mask=cols[:, None] < n_k, other=0.0)
         v = tl.load(v_at, mask=cols[:, None] < n_k, other=0.0)
-        visible = cols[None, :] < n_k
-        if CAUSAL:
-            visible = visible & (cols[None, :] <= rows[:, None] + n_k - n_q)
-        scores = tl.where(visible, tl.dot(q, tl.trans(k)) * scale, -float("inf"))
+        scores = tl.dot(q, tl.trans(k)) * scale
+        if j + BLOCK_K > full:  # the diagonal or the end of the keys cuts the tile
+            visible = cols[None, :] < n_k
+            if CAUSAL:
+                visible = visible & (cols[None, :] <= rows[:, None] + n_k - n_q)
+            scores = tl.where(visible, scores, -float("inf"))
         m, l, acc = update(m, l, acc, scores, v)
     divisor = tl.where(l == 0.0, 1.0, l)
     out_at = OUT + head * stride_oh + rows[:, None] * stride_on + d[None, :]
@@ -1129,14 +1139,14 @@ def flash_kernel(
     ### END SOLUTION
 
 
-def my_triton_flash(q, k, v, causal=False, block=128):
+def my_triton_flash(q, k, v, causal=False, block=64):
     """FlashAttention's out and lse for q, k, v of shape (heads, seqlen, head_dim)."""
     heads, n_q, d = q.shape
     out, lse = guarded_zeros(*q.shape, like=q), guarded_zeros(heads, n_q, like=q.float())
     flash_kernel[(triton.cdiv(n_q, block), heads)](
         q, k, v, out, lse, math.log2(math.e) / math.sqrt(d), n_q, k.shape[1],
         *(stride for x in (q, k, v, out) for stride in x.stride()[:2]),
-        D=d, BLOCK_Q=block, BLOCK_K=min(block, 64), CAUSAL=causal, num_warps=max(1, block // 16),
+        D=d, BLOCK_Q=block, BLOCK_K=block, CAUSAL=causal, num_warps=max(1, block // 16), num_stages=4,
     )  # fmt: skip
     check_guard(out, lse)
     return out, lse
@@ -2222,8 +2232,8 @@ plotting.plot_rescalings(
 
 # %% [markdown]
 # Without a threshold a row's maximum rises less than four times, but a warp rescales in two tiles of three, because
-# nearly always one of its 32 rows needs it. With 8, random scores of the usual size never need it; those 8 times as large need it once a row. Rising scores need it often. Each rescaling
-# raises $r$ by *more* than 8, so a row has fewer than (last maximum - first one) / 8 of them, here 13 instead of 62.
+# nearly always one of its 32 rows needs it. With 8, random scores of the usual size never need it; those 8 times as large need it
+# once a row. Rising scores need it often. Each rescaling raises $r$ by *more* than 8, so a row has fewer than (last maximum - first one) / 8 of them, here 13 instead of 62.
 # But the rows of a warp soon rescale in different tiles, so the warp gains little. In this order the threshold helps
 # little; in a random one it saves every rescaling, or most of them if scores are large.
 #
@@ -2240,9 +2250,9 @@ plotting.plot_rescalings(
 # profiler answers the first question, a report of Nsight Compute the second. Both were recorded on an H100 with
 # `python -m benchmarks trace`.
 #
-# Python launches one kernel after the other, and each launch takes the CPU some microseconds. If a kernel is done
-# sooner than the next one is launched, the GPU waits: this is a *launch gap*. Kernels on different *streams* may run at
-# the same time, such as a copy of the next inputs beside a product.
+# Python launches one kernel after the other, and each launch takes the CPU some microseconds. If a kernel ends
+# before the next one is launched, the GPU waits: this is a *launch gap*. Kernels on different *streams* may run at
+# the same time, for example a product and a copy of the next inputs.
 #
 # ### Exercise 4-8 · Gaps and stalls
 # ●●○ · 10 minutes · 0 points (optional)
@@ -2250,10 +2260,10 @@ plotting.plot_rescalings(
 # | function | takes | returns |
 # | --- | --- | --- |
 # | `launch_gap(trace)` | a DataFrame: a row for each kernel or copy, in any order, with `start_us`, `duration_us`, `name`, `stream` | the share of the time from the first start to the last end in which nothing runs, on any stream |
-# | `stall(report, kernel)` | a DataFrame with `launch`, `kernel`, `reason`, `cycles`, and a kernel's name | the reason that this kernel's warps wait for most, and its share of all that they wait |
+# | `stall(report, kernel)` | a DataFrame with `launch`, `kernel`, `reason`, `cycles`, and a kernel's name | the reason for which this kernel's warps wait longest, and its share of all their waiting |
 #
-# `cycles` is how long a warp waited for this reason, on average, between two instructions. The reason `"selected"` is no waiting:
-# in this cycle the warp issues an instruction. If a kernel has several launches, average each reason's cycles over them.
+# `cycles` is the average time that a warp waited for this reason between two instructions. `"selected"` is not a wait: in this
+# cycle the warp issues an instruction. If a kernel has several launches, average each reason's cycles over them.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -2342,18 +2352,20 @@ plotting.plot_launches(
 )
 
 # %% [markdown]
-# A short call is as slow as its launches, whatever the kernels do. Four remedies: fewer kernels (FlashAttention
-# launches one where the textbook launches four), a CUDA graph (all launches at once), larger batches, and
-# `torch.compile`, which does the first two. With 8,192 tokens each kernel takes longer than the next launch: the CPU is
-# always ahead, and only a faster kernel helps. So look inside:
+# A short call is as slow as its launches, whatever the kernels do. FlashAttention launches one kernel where the textbook
+# launches four: it takes less time, but the GPU still waits between its calls. A CUDA graph launches all four together, and only
+# short gaps between the kernels remain. Larger batches help, too, and `torch.compile` can do all three. A copy on a
+# separate stream fills gaps only if the program launches it early enough. With 8,192 tokens each kernel takes longer
+# than the next launch: the CPU is always ahead, and only a faster kernel helps. So look inside, at 4,096 tokens:
 
 # %%
 report = load_run("stalls-h100").query("status == 'ok'")
+passes = ("QKᵀ", "scale", "softmax", "PV")
 rows = [
-    (backend, kernel, *own_stall(own, kernel))
-    for (backend, kernel), own in report.groupby(["backend", "kernel"], sort=False)
+    (backend, passes[n] if backend == "standard" else "all", *own_stall(own, own.kernel.iloc[0]))
+    for (backend, n), own in report.groupby(["backend", "launch"], sort=False)
 ]
-stalls = pd.DataFrame(rows, columns=["backend", "kernel", "waits most for", "share"])
+stalls = pd.DataFrame(rows, columns=["backend", "kernel for", "waits most for", "share"])
 stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_numpy())
 
 # %% [markdown]
@@ -2364,10 +2376,12 @@ stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_nu
 # | `math_pipe_throttle`, `gmma` | for tensor cores that are busy, which is good |
 # | `wait` | a fixed number of cycles, for the instruction before: normal in dense arithmetic |
 # | `barrier` | for other warps of its program |
+# | `not_selected` | for its turn: it is ready, but so is another warp |
 #
-# Kernels that only pass over $N \times N$ numbers (scale, softmax) should wait for memory, products and FlashAttention for tensor
-# cores or for each other. Does your table agree? [Chapter 8](../theory/08-performance-model.md#reading-a-kernels-counters) reads
-# a report further.
+# The textbook's two products and its scaling wait for memory: they are bound by the $N \times N$ numbers that they write or read, and
+# their tensor cores idle. The softmax has ready warps most of the time. In FlashAttention most waiting is `wait`, the latency of
+# instructions that depend on each other, as in any dense arithmetic. The lab's Triton kernel has no such peak: its largest share, little more than
+# a quarter, is waiting for loads. [Chapter 8](../theory/08-performance-model.md#reading-a-kernels-counters) reads a report further.
 
 # %% [markdown]
 # ## What you measured

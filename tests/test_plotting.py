@@ -114,7 +114,7 @@ def test_each_device_has_its_time_its_interval_and_its_bound():
 
 
 def make_flow(layers=2, measured=True, nan_from=None):
-    """What a precision tracker returns for a model of `layers` pairs of norm and linear layer."""
+    """Return a precision tracker's table for a model of `layers` pairs of norm and linear layer."""
     calls = [(f"model.layers.{i}.{part}", part) for i in range(layers) for part in ("norm", "up")]
     rows = []
     for order, (name, part) in enumerate([*calls, *reversed(calls)]):

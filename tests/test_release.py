@@ -1,4 +1,4 @@
-"""What a release must agree on: the package's version, the citation and the changelog."""
+"""Agreement of a release's version, citation and changelog."""
 
 import re
 

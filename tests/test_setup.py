@@ -19,7 +19,7 @@ EXTRAS = ("notebook", "grader", "dev", "triton", "book", "browser")
 
 
 def disagreements(pyproject, constraints, environment):
-    """What the three files, given as text, say differently; empty if they agree."""
+    """Return the differences between three files, given as text; empty if they agree."""
     content, out = tomllib.loads(pyproject), []
     project, chosen = content["project"], content["tool"]["uv"]["constraint-dependencies"]
     pins = [Requirement(ln) for ln in constraints.splitlines() if ln and not ln.startswith("#")]

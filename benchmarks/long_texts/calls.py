@@ -85,7 +85,7 @@ def predict_calls(model: Any, tokenizer: Any, source: str, window: int) -> pd.Da
     Args:
         model, tokenizer: of Transformers; the tokenizer knows which characters a token covers.
         source: a Python file.
-        window: the most tokens that the model sees at once: even, 4 or more.
+        window: the most tokens that the model sees at a time: even, 4 or more.
 
     Returns:
         One row a site: window, start (its character), seen (tokens before it in its block),

@@ -40,7 +40,7 @@ ATTENTIONS: dict[str, Attention] = {"naive": naive, "flash": flash}
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm and beside a shortcut."""
+    """Attention and an MLP, each with a norm before it and a shortcut around it."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()

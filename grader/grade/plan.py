@@ -8,10 +8,12 @@ Flags name what an instructor should look at in a solution's text; they take no 
 
 import ast
 import builtins
-import dis
+import contextlib
+import itertools
 import re
+import symtable
+import textwrap
 import tomllib
-import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +26,6 @@ from labsupport.course.editions import CODE_STUB
 # Exercises whose solutions may call fused attention: to use it is what they ask.
 MAY_USE_FUSED = ("ex-1-6", "ex-2-2")
 _LIGHT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-_LOADS, _STORES = ("LOAD_NAME", "LOAD_GLOBAL"), ("STORE_NAME", "STORE_GLOBAL")
 _SOLUTION = re.compile("### BEGIN SOLUTION.*?### END SOLUTION", re.DOTALL)
 _HIDDEN = re.compile("### BEGIN HIDDEN TESTS.*?### END HIDDEN TESTS", re.DOTALL)
 
@@ -127,38 +128,52 @@ def _is_light(source: str) -> bool:
     )
 
 
-def parsed(source: str) -> ast.Module | None:
-    """Return a cell's syntax tree, IPython's own lines translated; None if it is no Python."""
-    from IPython.core.inputtransformer2 import TransformerManager
+# IPython's own lines: `x = %time f(y)`, `%%capture`, `!ls`, `torch.exp?`.
+_MAGIC = re.compile(r"^([ \t]*+(?:[\w., ]++=[ \t]*+)?)(%%?\w+|!)[ \t]*+(.*)", re.MULTILINE)
+_HELP = re.compile(r"^[ \t]*+(\?{1,2}[\w.*%]++|[\w.*%]++\?{1,2})[ \t]*+$", re.MULTILINE)
 
-    for attempt in (lambda: source, lambda: TransformerManager().transform_cell(source)):
-        try:
-            return ast.parse(attempt())
-        except Exception:  # neither parser says what it raises at a text nobody has looked at
-            continue
-    return None
+
+def parsed(source: str) -> ast.Module | None:
+    """Return a cell's syntax tree; None if it is no Python.
+
+    Of a magic, its name stays as a text, and its argument if that is Python. (IPython's own
+    translation takes minutes for hundreds of magics.)
+    """
+    return _tree(_python(source))
+
+
+def _python(source: str) -> str:
+    if _tree(source):
+        return source
+    return textwrap.dedent(_MAGIC.sub(_as_text, _HELP.sub("", source)))
+
+
+def _as_text(magic: re.Match[str]) -> str:
+    before, name, rest = magic.groups()
+    code = f"; {rest}" if rest and name != "!" and _tree(rest) else ""
+    return f"{before}({name!r},){code}"
+
+
+def _tree(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except Exception:  # the parser does not say what it raises at a text nobody has looked at
+        return None
 
 
 @lru_cache(maxsize=4096)
 def names_of(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the global names that a cell looks up, and those to which it gives a value."""
-    tree, found = parsed(source), []
-    try:
-        if tree is not None:
-            flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-            found = list(_instructions(compile(tree, "<cell>", "exec", flags, dont_inherit=True)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        pass
-    loaded = frozenset(one.argval for one in found if one.opname in _LOADS)
-    bound = frozenset(one.argval for one in found if one.opname in _STORES)
-    return loaded - set(dir(builtins)), bound
-
-
-def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _instructions(constant)
+    tables = []
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        tables = [symtable.symtable(_python(source), "<cell>", "exec")]
+    for table in tables:
+        tables += table.get_children()
+    found = [(t, one) for t in tables for one in t.get_symbols()]
+    found = [one for t, one in found if t.get_type() == "module" or one.is_global()]
+    loaded = frozenset(one.get_name() for one in found if one.is_referenced())
+    bound = (one.get_name() for one in found if one.is_assigned() or one.is_imported())
+    return loaded - set(dir(builtins)), frozenset(bound)
 
 
 def _as_given(cell: Cell) -> str:
@@ -171,45 +186,77 @@ def _normal(text: str) -> str:
 
 
 _NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+_READY_MADE, _ODD = frozenset(_NAMES["ready_made"]), frozenset(_NAMES["odd"])
+_ATTENDS = re.compile(r"\..*(attention|attn|rotary)", re.IGNORECASE)
+_IPYTHON = re.compile(r"^[ \t]*+(?:[\w., ]++=[ \t]*+)?[%!?/,;]", re.MULTILINE)
 _PRIVATE = "a private attribute"
-_LAB = ("labsupport.attention", "labsupport.checks", "labsupport.distributed", _PRIVATE)
-_MANY_NUMBERS = 40
+_LAB = ("labsupport.attention", "labsupport.checks", "labsupport.distributed")
+_USUAL = ("__future__", "__init__", "__post_init__", "__name__", "__doc__", "__version__")
+_MANY_NUMBERS, _MOST_FLAGS = 40, 50
 
 
 def flags_of(plan: Plan, pristine: Pristine) -> Iterator[Flag]:
-    """Yield what a person should look at: names in the texts that ran, by exercise."""
-    known = {name for cell in pristine.cells for name in _named(parsed(cell.source))}
-    ready_made, odd = set(_NAMES["ready_made"]), set(_NAMES["odd"])
-    for step in plan.steps:
-        tree = parsed(step.source) if step.source else None
-        if tree is None:
-            continue
-        named = set(_named(tree)) - (known - {_PRIVATE})
-        if not step.exercise.startswith(MAY_USE_FUSED) and (hits := named & ready_made):
-            yield Flag(step.exercise, "library call", f"Names {', '.join(sorted(hits))}.")
-        if hits := {name for name in named if name in odd or name.startswith(_LAB)}:
-            yield Flag(step.exercise, "odd name", f"Names {', '.join(sorted(hits))}.")
-        constants = [one.value for one in ast.walk(tree) if isinstance(one, ast.Constant)]
-        numbers = sum(isinstance(value, int | float) for value in constants)
-        if step.exercise and numbers > _MANY_NUMBERS:
+    """Yield what a person should look at: names in the student's cells that ran, by exercise."""
+    given = {_as_given(cell) for cell in pristine.cells}
+    steps = [one for one in plan.steps if one.source and _normal(one.source) not in given]
+    known, solved = _names_in(pristine.cells), _names_in(tuple(pristine.solutions.values()))
+    trees = [parsed(step.source) for step in steps]
+    named = [frozenset(_named(tree)) for tree in trees]
+    everywhere, flags = known.union(*named), []
+    for step, tree, names in zip(steps, trees, named, strict=True):
+        name, new = step.exercise, names - known
+        made = {n for n in new if n.strip(".") in _READY_MADE or _ATTENDS.match(n)}
+        if made and not name.startswith(MAY_USE_FUSED):
+            flags.append(Flag(name, "library call", f"Names {_list(made)}."))
+        odd = {n for n in names - solved if n.strip(".") in _ODD or n in ("compile", _PRIVATE)}
+        # `math.soft = attention` sets an attribute of a module.
+        odd |= {n for n in names if n[-2:] == " =" and f"import {n.split('.')[0]}" in everywhere}
+        odd |= {n for n in new if n.startswith(_LAB)}
+        if odd:
+            flags.append(Flag(name, "odd name", f"Names {_list(odd)}."))
+        if tree is None and _IPYTHON.search(step.source):
+            flags.append(Flag(name, "odd name", "For IPython, and cannot be read as Python."))
+        values = [getattr(one, "value", None) for one in ast.walk(tree or ast.Pass())]
+        numbers = sum(isinstance(value, int | float) for value in values)
+        if name and numbers > _MANY_NUMBERS:
             text = f"Holds {numbers} numbers: are answers written in?"
-            yield Flag(step.exercise, "many numbers", text)
+            flags.append(Flag(name, "many numbers", text))
+    yield from itertools.islice(dict.fromkeys(flags), _MOST_FLAGS)
+
+
+def _list(names: set[str]) -> str:
+    return ", ".join(sorted({name.strip(".") for name in names})[:20])
+
+
+@lru_cache(maxsize=64)
+def _names_in(cells: tuple[Cell, ...]) -> frozenset[str]:
+    return frozenset(name for cell in cells for name in _named(parsed(cell.source)))
 
 
 def _named(tree: ast.Module | None) -> Iterator[str]:
+    """Yield names, and words in texts; those of attributes and imports begin with a dot."""
     for node in ast.walk(tree) if tree else ():
         match node:
             case ast.Name(id=name):
                 yield name
             case ast.Attribute(value=value, attr=name):
-                yield name
-                own = getattr(value, "id", "") in ("self", "cls") or name.endswith("__")
-                if name.startswith("_") and not own:
-                    yield _PRIVATE
-            case ast.alias(name=name):
-                yield from (name, *name.split("."))
+                if getattr(value, "id", "") not in ("self", "cls"):
+                    yield from _dotted(name)
+                if isinstance(node.ctx, ast.Store):
+                    while isinstance(value, ast.Attribute):
+                        name, value = f"{value.attr}.{name}", value.value
+                    yield f"{getattr(value, 'id', '')}.{name} ="
+            case ast.MatchClass(kwd_attrs=names):
+                yield from (f".{name}" for name in names)
+            case ast.alias(name=name, asname=other):
+                yield from (name, *_dotted(name), f"import {(other or name).split('.')[0]}")
             case ast.ImportFrom(module=str(name), names=names):
-                yield from (name, *name.split("."), *(f"{name}.{one.name}" for one in names))
+                yield from (name, *_dotted(name), *(f"{name}.{one.name}" for one in names))
             case ast.Constant(value=str(text)) if len(text) < 99:
                 # Names in texts: getattr(F, "scaled_dot_product_attention").
-                yield from text.replace(".", " ").split()
+                yield from re.findall(r"%*\w+", text)
+
+
+def _dotted(name: str) -> Iterator[str]:
+    for part in name.split("."):
+        yield f".{part}" if part[:1] != "_" or part in _USUAL or part in _ODD else _PRIVATE

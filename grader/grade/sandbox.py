@@ -87,8 +87,7 @@ def wall_missing() -> str:
 def confinement_missing(unconfined: bool) -> tuple[str, ...]:
     """List what this machine does not forbid submissions, a sentence each.
 
-    Raises:
-        RuntimeError: there is no wall at all, and `unconfined` is False.
+    Raise RuntimeError if there is no wall at all, and `unconfined` is False.
     """
     missing = []
     if why := wall_missing():
@@ -119,11 +118,7 @@ class Sandbox(contextlib.ExitStack):
         self.first_error, self.killed = "", False
 
     def run(self, steps: list[Step], timeout_s: float) -> Session:
-        """Run the cells of a submission, and return a session for calls of what they defined.
-
-        Raises:
-            NotServing: they took longer than `timeout_s`, or the program ended.
-        """
+        """Run cells; return a session for calls of what they defined, or raise NotServing."""
         end, limit = time.monotonic() + timeout_s, START_TIMEOUT_S
         connection = self._start(steps)
         try:
@@ -244,8 +239,7 @@ def limits(memory_bytes: int) -> Iterator[tuple[list[str], str]]:
     systemd makes the group where it runs the machine; otherwise we do, in the groups that this
     process is in (version 2 or 1).
 
-    Yields:
-        what to put before the program's command; and a sentence on what is not limited, or "".
+    Yields what to put before the command, and a sentence on what is not limited, or "".
     """
     if Path("/run/systemd/system").is_dir() and shutil.which("systemd-run"):
         options = [f"MemoryMax={memory_bytes}", "MemorySwapMax=0", "TasksMax=256", "CPUQuota=100%"]

@@ -74,11 +74,7 @@ class Pristine:
 
 
 def pristine_notebooks(folder: Path | None = None) -> dict[str, Pristine]:
-    """Read the solved notebooks of a folder, by name; the lab's own if None.
-
-    Raises:
-        labsupport.course.editions.ReleaseError: there are none.
-    """
+    """Read the solved notebooks of a folder, or the lab's; raise ReleaseError if there are none."""
     return {path.stem: read_solved(path) for path in solved_notebooks(folder)}
 
 
@@ -89,11 +85,7 @@ def read_solved(path: Path) -> Pristine:
 
 
 def parse(data: bytes) -> tuple[Cell, ...]:
-    """Return the cells of a student's file, in bounded time and memory.
-
-    Raises:
-        UnreadableError: it is no notebook.
-    """
+    """Return the cells of a student's file, in bounded time, or raise UnreadableError."""
     try:
         content = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -130,16 +122,12 @@ def _cell(cell: dict[str, Any], trusted: bool = False) -> Cell:
 
 
 def printable(text: str, also: str = "") -> str:
-    """Return a text that a terminal or a page only shows, and that can be written into a file.
-
-    Halves of surrogate pairs become `\\ud...` in letters; control characters, but for those in
-    `also`, question marks. Some of them could make a name read like another one.
-    """
+    """Return a text without halves of surrogate pairs and control characters, but for `also`."""
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return "".join(c if c.isprintable() or c in JOINERS + also else "?" for c in text)
 
 
-MAX_ZIP_BYTES = 100 * 2**20
+MAX_ZIP_BYTES, MAX_MEMBERS = 100 * 2**20, 10_000
 # A zip is opened for each file, so that none stays in memory.
 _Opened = Callable[[], zipfile.ZipFile]
 # "Ada Lovelace_4711_assignsubmission_file/01.ipynb", or one file "…_file_01.ipynb".
@@ -191,11 +179,7 @@ class File:
 
 
 def files_in(given: Path) -> Iterator[File]:
-    """Find everything in a folder, a zip or a single notebook; hidden files are left out.
-
-    Raises:
-        ValueError: there is no such folder or file.
-    """
+    """Find all but hidden files in a folder, a zip or a notebook; raise ValueError without one."""
     if not given.is_dir():
         if not given.is_file() or not _may_be_one(given.name):
             raise ValueError(f"{given} is no folder of submissions, no zip and no notebook")
@@ -226,7 +210,10 @@ def _opened_if_zip(path: Path, name: str, inner_zips: int = 0) -> Iterator[File]
 def _unzipped(file: File, opened: _Opened, inner_zips: int) -> Iterator[File]:
     """Find the files in a zip; where that fails, reading the zip says why."""
     try:
-        for member in opened().infolist():
+        members = opened().infolist()
+        if len(members) > MAX_MEMBERS:
+            raise ValueError(f"it holds more than {MAX_MEMBERS:,} files")
+        for member in members:
             # Some programs on Windows write their own separators.
             path = member.filename.replace("\\", "/")
             if member.is_dir() or any(map(_hidden, path.split("/"))):
@@ -320,10 +307,8 @@ def find_submissions(
     Args:
         folder: of students' folders, or of notebooks; the zip of a course system; or one notebook.
         notebooks: the folder of the solved ones.
-        due: later files get a flag "late"; local time if it names no time zone. Moodle and Canvas
-            put the time of the download into their zips, so their files get none.
-        only: the beginning of a notebook's name, such as "01". Refused files of which nothing tells
-            the notebook are found, too.
+        due: later files get a flag "late". Zips of Moodle and Canvas don't tell, so theirs don't.
+        only: the beginning of a notebook's name, such as "01"; also finds what was refused early.
 
     Raises:
         ValueError: there is no such folder, or no notebook in it.
@@ -440,11 +425,7 @@ def _newest(found: list[Submission]) -> Iterator[Submission]:
 
 
 def read_table(path: Path, *columns: str) -> list[dict[str, str]]:
-    """Read a CSV file with a header; commas or semicolons, as spreadsheet programs write it.
-
-    Raises:
-        ValueError: a column is missing, or it is not UTF-8.
-    """
+    """Read a CSV file with commas or semicolons; raise ValueError if a column is missing."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -482,11 +463,7 @@ def number_of(student: str) -> str:
 
 
 def read_class(path: Path) -> ClassList:
-    """Read a list of the class: Moodle's grading worksheet, Canvas's gradebook, or any table.
-
-    Raises:
-        ValueError: it has none of the columns "Identifier", "ID" and "student".
-    """
+    """Read Moodle's grading worksheet, Canvas's gradebook, or a table with a column "student"."""
     rows = read_table(path)
     columns, students = rows[0] if rows else {}, {}
     if "Identifier" in columns:

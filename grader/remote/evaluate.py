@@ -1,14 +1,12 @@
 """One check cell of the instructor's notebook, run in the grader on a student's functions.
 
-The cell is the instructor's, visible and hidden lines; only the student's names in it stand for
-functions that are computed in the sandbox. Checks of memory are joined by a look from outside,
-because what a process says of itself is no proof: at a length where what must not exist shows in
-the operating system's figures for the student's process, which can start no other:
+The student's names in it stand for functions that are computed in the sandbox. What a process says
+of its memory is no proof, so checks of memory also look from outside, at a length where a matrix
+shows in the operating system's figures for the student's process:
 
 - what it took: the highest resident set since it was reset (/proc/PID/clear_refs, 5);
 - what it touched: the pages referenced since they were marked (clear_refs, 1), so that a buffer
-  made before the call shows. In 2 of about 30 calls the figure was 60 to 160 MiB too high, because
-  the system marked other pages, too; so it wants a second look.
+  made before the call shows. Now and then the system marks others, too: that wants a second look.
 """
 
 import ast
@@ -86,11 +84,7 @@ def _limit(
 
 
 def extra_memory(pid: int, ask: Callable[[], object]) -> tuple[int, int]:
-    """Return the bytes that a process takes during `ask()`, and those it touches.
-
-    Raises:
-        NotWatchedError: /proc does not show it. What `ask` raises passes through.
-    """
+    """Return the bytes that a process takes and touches during `ask()`; raise NotWatchedError."""
     files = Path(f"/proc/{pid}")
     try:
         before = _bytes(files / "status", "VmRSS")

@@ -62,12 +62,9 @@ def pack(value: Any, refer: Refer | None = None, limit: int = MAX_BYTES) -> Fram
 
 
 def unpack(frame: tuple[bytes, Tensor], resolve: Callable[[str, Any], Any] | None = None) -> Any:
-    """Return the value of a frame, which is trusted in nothing; tensors use its memory.
+    """Return the value of a frame; tensors use its memory. Raise FrameError if it is no frame.
 
     `resolve` is called with kind and content of the nodes that `pack`'s `refer` made.
-
-    Raises:
-        FrameError: the bytes are no frame.
     """
     try:
         header, body = frame
@@ -239,11 +236,7 @@ def _made(kind: str, name: Any, content: Any) -> Any:
 
 
 def strided(flat: Tensor, shape: Any, stride: Any, offset: Any, *, span_limit: int) -> Tensor:
-    """Return a view of `flat`, whose sizes come from the other process.
-
-    Raises:
-        FrameError: it would reach beyond `span_limit` elements, or repeat them too often.
-    """
+    """Return a view of `flat`; raise FrameError beyond `span_limit` elements, or many repeats."""
     sizes = [offset, *shape, *stride]
     if not all(type(n) is int and 0 <= n < 2**40 for n in sizes) or len(shape) != len(stride):
         raise FrameError("a tensor of no shape")
@@ -277,7 +270,7 @@ def send(connection: socket.socket, frame: Frame) -> None:
 def receive(
     connection: socket.socket, *, limit: int, deadline: float | None = None
 ) -> tuple[bytes, Tensor]:
-    """Return one whole frame, of at most `limit` bytes of tensors; a deadline of None never ends.
+    """Return one whole frame, of at most `limit` bytes of tensors.
 
     Raises:
         FrameError, EOFError, TimeoutError: it is larger, the other end is gone, it is late.

@@ -46,6 +46,9 @@ from grader.remote.values import (
     unpack,
 )
 
+# Nothing is compiled here, and to import the compiler, as dispatch modes do, takes a second.
+_same: Any = lambda function=None, recursive=True: function or _same  # noqa: E731
+torch._disable_dynamo = _same
 _REDIRECT = contextlib.redirect_stdout, contextlib.redirect_stderr
 MAX_MESSAGE, CAUSES = 300, 5  # letters of an exception's message; exceptions in a chain
 
@@ -55,11 +58,7 @@ class CellTimeout(BaseException):
 
 
 def main(descriptor: str) -> None:
-    """Run the cells of the plan on stdin, and serve.
-
-    Before each cell its number goes to the grader through the socket of this descriptor; after the
-    last, the first error of a cell.
-    """
+    """Run the cells of the plan on stdin, with reports to the socket of this descriptor; serve."""
     with contextlib.suppress(OSError):  # the grader knows, and says so
         programs.forbid()
     hide_kernels()

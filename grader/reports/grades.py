@@ -1,9 +1,8 @@
 """All reports of a run of grading: points as CSV, pages, and both as Moodle and Canvas want them.
 
-Moodle reads a grading worksheet by its columns Identifier, Grade and "Last modified (grade)", and a
-zip of feedback files by folders such as "Ada Lovelace_4711_assignsubmission_file_". Canvas reads a
-gradebook by its columns Student, ID and Section, and a zip of files by the numbers of student and
-attachment in their names, as in its own download.
+Moodle reads a worksheet by its columns Identifier, Grade and "Last modified (grade)", and feedback
+by folders such as "Ada Lovelace_4711_assignsubmission_file_". Canvas reads a gradebook by Student,
+ID and Section, and files by the numbers of student and attachment in their names.
 """
 
 import csv

@@ -45,12 +45,10 @@ _EXERCISE = re.compile(r"^Exercise [\d-]+(, step \d| \([a-z, ]+\))?: ")
 
 @dataclass(frozen=True)
 class Question:
-    """One exercise as it was set.
+    """One exercise as it was set, by the grade_id of its first solution cell.
 
-    It is named by the grade_id of its first solution cell; an exercise in steps has several. Its
-    card is the line below its title, with difficulty, minutes and points; the chapter of the theory
-    is such as "02-online-softmax.md". Either may be "". Points, and the request in one line, are
-    those of each check cell by grade_id, in the notebook's order.
+    Its card is the line below its title; a chapter is such as "02-online-softmax.md"; either may be
+    "". Points and requests are those of its check cells, by grade_id.
     """
 
     exercise: str
@@ -167,10 +165,7 @@ class Course:
         return [r for r in self.results if r.notebook == name and r.status == "graded"]
 
     def mistakes(self, name: str) -> list[tuple[str, str, int]]:
-        """Return (exercise, message, number of students) of one notebook, the commonest first.
-
-        Diagnoses that differ only in their numbers count as the same: inputs differ in each run.
-        """
+        """Return (exercise, message but for numbers, students) of one notebook, sorted."""
         said_to: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for result in self.graded(name):
             for check in result.checks:
@@ -265,8 +260,7 @@ _PLAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,60}")
 def page_names(students: Iterable[str]) -> dict[str, str]:
     """Say where each student's page goes, relative to the reports' folder.
 
-    A plain identifier in lower case names its page; of others the plain part does, with a digest
-    of the whole, so that no two share a page on any file system, and none leaves the folder.
+    A plain identifier names its page; others get a digest, so that no two share a page.
     """
     names = {}
     for student in students:
@@ -332,7 +326,7 @@ def student_page(course: Course, student: str) -> str:
     )
 
 
-MISTAKES_SHOWN = 12
+MISTAKES_SHOWN, _CELLS_SHOWN = 12, 5
 # Parts of a syntax tree. Solutions of a line or two agree by chance.
 _SMALLEST = 70
 Texts = Mapping[tuple[str, str], Sequence[Cell]]
@@ -377,7 +371,8 @@ def _flags(course: Course, texts: Texts) -> dict[str, list[dict[str, Any]]]:
             row = {"student": result.student, "text": flag.text, "where": [], "cells": []}
             row = kinds.setdefault(flag.kind, {}).setdefault((result.student, flag.text), row)
             row["where"].append(flag.grade_id or result.notebook or result.path)
-            row["cells"] += cells_of(flag, result, texts)
+            if len(row["cells"]) < _CELLS_SHOWN:
+                row["cells"] += cells_of(flag, result, texts)[:_CELLS_SHOWN]
     return {kind: list(kinds[kind].values()) for kind in sorted(kinds)}
 
 
@@ -404,11 +399,7 @@ def cells_of(flag: Flag, result: SubmissionResult, texts: Texts) -> list[str]:
 def equal_solutions(
     results: Iterable[SubmissionResult], texts: Texts
 ) -> list[tuple[str, list[str], str]]:
-    """Find solutions that several students handed in, but for comments and layout.
-
-    Returns:
-        exercise, students, and the text as the first of them wrote it; the longest come first.
-    """
+    """Return exercise, students and text of solutions that several handed in, the longest first."""
     same: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for result in results:
         written = {c.exercise for c in result.checks if c.status not in ("not written", "missing")}

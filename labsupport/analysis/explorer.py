@@ -26,8 +26,8 @@ NOTE = (
     "<b>What M is here.</b> The fast memory of <em>one</em> processor, holding everything in one "
     "dtype, as in theorem 2. A real kernel keeps O, S and the running sums in registers (256 KiB "
     "more on a multiprocessor), in float32, and loads K and V several blocks ahead. So a pair that "
-    "does not fit here may run, and a tiling is measured in the end. The L2 cache counts as slow. "
-    "The count likes a narrow passing block; tensor cores do not."
+    "does not fit here may still run: only a measurement decides. The L2 cache counts as slow. "
+    "Narrow passing blocks look best in this count, but tensor cores are slow on them."
 )
 
 

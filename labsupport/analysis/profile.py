@@ -110,13 +110,14 @@ def profile_attention(
         ran = list(table[table["status"] == "ok"]["backend"])
         if not ran:
             raise RuntimeError("no backend ran")
-    with summary.section("How near the ceiling"):
+    with summary.section("How close to the ceiling"):
         judged = roofline(table[table["status"] == "ok"], measured_ceilings(str(device)))
         columns = ["backend", "median_ms", "bound_ms", "bound_by", "of_bound", "intensity"]
         summary.add(judged[columns].round(4).to_string(index=False), table=True)
         summary.add(
-            "*bound_ms*: the least time that the measured ceilings allow; *of_bound*: that over "
-            "the measured time (above 1 the ceilings were disturbed); *intensity*: FLOPs a byte. "
+            "*bound_ms*: the least time that the measured ceilings allow; *of_bound*: that time "
+            "divided by the measured one (above 1: the ceilings were measured too low, on a busy "
+            "machine); *intensity*: FLOPs per byte. "
             "`labsupport compare` gives advice."
         )
     with summary.section("Where the time goes"):
@@ -151,7 +152,7 @@ def describe_machine(summary: Summary, device: torch.device) -> None:
             f"{detect_device(device)}; PyTorch {torch.__version__}. Measured here: {ceilings}"
         )
         summary.add(
-            f"`labsupport doctor`: {len(checks) - len(wrong)} checks are well."
+            f"`labsupport doctor`: {len(checks) - len(wrong)} checks passed."
             + "".join(f"\n- **{c.name}** ({c.status}): {c.detail}. {c.remedy}" for c in wrong)
         )
         record = {"ceilings": asdict(ceilings), "doctor": [asdict(check) for check in checks]}

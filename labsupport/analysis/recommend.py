@@ -36,11 +36,11 @@ class Recommendation:
 
     @property
     def close(self) -> list[str]:
-        """Backends whose expected time lies inside the choice's interval: measure these."""
+        """Backends whose expected time is inside the choice's interval: measure these."""
         return [name for name, other in self.ranking[1:] if other.ms <= self.prediction.high_ms]
 
     def __str__(self) -> str:
-        """Say what it takes, which backend comes next, and which ones are out."""
+        """Describe the choice: its cost, the second best, and the excluded backends."""
         first = self.prediction
         lines = [f"{self.backend} on {self.device}: the fastest predicted, {first}"]
         if first.peak_memory_bytes is not None:
@@ -50,9 +50,9 @@ class Recommendation:
             times = other.ms / first.ms
             lines.append(f"Next: {name}, {format_ms(other.ms)} ms, {times:.2f} times as long.")
         if self.close:
-            lines.append(f"Too close to be sure of, measure them: {', '.join(self.close)}.")
+            lines.append(f"Too close to call, measure them: {', '.join(self.close)}.")
         if first.from_specification:
-            lines.append("Nothing was measured on this device: it is known by specification only.")
+            lines.append("No measurements of this device: predicted from its specification.")
         lines += [f"Not {name}: {why}." for name, why in self.excluded.items()]
         return "\n".join(lines)
 

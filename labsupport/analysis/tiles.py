@@ -53,7 +53,7 @@ def tile_choices(
 
     Returns:
         A row for each B_r, B_c out of 16, 32, ... 1024 that divide N: block_q, block_k, fits,
-        needed_bytes (held at once), read_bytes, written_bytes, traffic_bytes, times_compulsory,
+        needed_bytes (at a time), read_bytes, written_bytes, traffic_bytes, times_compulsory,
         times_textbook (below 1: less than the textbook's), theorem_bytes (what this loop order
         moves at least in a memory of needed_bytes: N^2 d^2 / M times LEAST_CONSTANT; with a mask
         the visible pairs stand in the place of N^2).
@@ -143,9 +143,9 @@ def describe_choice(table: pd.DataFrame, block_q: int, block_k: int) -> str:
             f"Of those that fit, Br = {best[0]}, Bc = {best[1]} moves least."
             if best
             else f"No pair fits, not even {SMALLEST_BLOCK} x {SMALLEST_BLOCK}: "
-            "take a smaller head dimension, a smaller dtype, or more fast memory."
+            "use a smaller head dimension, a smaller dtype, or more fast memory."
         )
-        return f"{pair} does not fit: it needs {size}, and there are {room}. {advice}"
+        return f"{pair} does not fit: it needs {size}, but there are only {room}. {advice}"
     against = "the textbook's tiles do not fit"
     if ratio == ratio:
         times, word = (1 / ratio, "less") if ratio <= 1 else (ratio, "more")

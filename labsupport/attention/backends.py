@@ -444,7 +444,7 @@ def register_backend(name: str, function: Callable[[Tensor, Tensor, Tensor, bool
     True
     """
     if name == "auto" or any(entry.name == name for entry in BACKENDS):
-        raise ValueError(f"{name!r} is a backend of the lab's: take another name")
+        raise ValueError(f"{name!r} is a backend of the lab's: choose another name")
 
     def run(call: AttentionCall) -> tuple[Tensor, None]:
         q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))

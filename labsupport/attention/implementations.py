@@ -26,6 +26,11 @@ from labsupport.attention.registry import (
 )
 
 NOT_FLOAT64 = (torch.float32, torch.float16, torch.bfloat16)
+# Packages whose adapters no recorded run covers: where each was compared with the oracle.
+TRIED = {
+    "flash-attn": "tried on an H100, compiled for head_dim 128 in bfloat16 alone",
+    "xformers": "tried on an H100, in bfloat16",
+}
 
 
 def shape_comes_back(call: AttentionCall) -> bool:
@@ -107,7 +112,7 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend(
         name="fa2",
-        description="flash-attn 2: the authors' CUDA kernels",
+        description=f"flash-attn 2: the authors' CUDA kernels ({TRIED['flash-attn']})",
         limits=Limits(dtypes={"cuda": HALF_DTYPES}, min_capability=(8, 0), max_head_dim=256),
         missing=partial(
             adapters.missing,
@@ -142,7 +147,7 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend(
         name="xformers",
-        description="xFormers' memory-efficient attention",
+        description=f"xFormers' memory-efficient attention ({TRIED['xformers']})",
         limits=Limits(
             dtypes={"cuda": NOT_FLOAT64},
             min_capability=(7, 0),

@@ -19,7 +19,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class BackendUnavailableError(RuntimeError):
-    """No backend asked for can run this call here; `reasons` maps each to all of its reasons."""
+    """None of the chosen backends can run this call here; `reasons` lists why, by backend."""
 
     def __init__(self, message: str, reasons: dict[str, tuple[str, ...]]) -> None:
         super().__init__(message)

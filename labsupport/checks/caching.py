@@ -58,7 +58,7 @@ The whole buffers come back, empty slots included: return the first `length` tok
     x[:, :, :length].clone() -> x.clone()
 Each piece overwrites the first tokens: write it after those that are there.
     length:end] = -> : end - length] =
-`length` grows by 1 for each piece: a prefill brings many tokens at once.
+`length` grows by 1 for each piece: a prefill brings many tokens together.
     length = end -> length += 1
 `length` does not grow: every piece is taken for the first one.
     length = end\\n -> length = k.shape[2]\\n
@@ -170,7 +170,7 @@ def check_cache_values(student: Student, seed: int = 0) -> None:
     """
     _history(student, _pieces((5, 1, 1, 3, 1), seed), "a prefill of 5 tokens, then 1, 1, 3 and 1")
     _history(student, _pieces((1,) * 9, seed + 1), "nine tokens, one by one")
-    _history(student, _pieces((2, 9), seed + 2), "2 tokens, then 9 at once")
+    _history(student, _pieces((2, 9), seed + 2), "2 tokens, then 9 together")
     passed("after each piece the cache holds all tokens so far, in order", seed)
 
 
@@ -208,7 +208,7 @@ def check_split_decode(student: Student, seed: int = 0) -> None:
         call(student, q, k, v, 6)
     if seen.longest > max(16, 10):
         raise CheckFailed(
-            f"{seen.operator} ran over {seen.longest} keys at once, but a part has 10: attend to "
+            f"{seen.operator} ran over {seen.longest} keys together, but a part has 10: attend to "
             "each part alone, and merge the results by their log-sum-exps."
         )
     passed("parts of any size merge to attention over all keys", seed)

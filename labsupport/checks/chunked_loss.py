@@ -190,7 +190,7 @@ def require_gradients(gradients: Sequence[Tensor | None]) -> None:
     for name, gradient in zip(NAMES, gradients, strict=True):
         if gradient is None or not gradient.any():
             raise CheckFailed(
-                f"the gradient of {name} is zero: memory counts where gradients come back."
+                f"the gradient of {name} is zero: memory is judged only where there are gradients."
             )
 
 

@@ -154,10 +154,10 @@ def _of_output(out: Tensor, dtype: torch.dtype, half: torch.dtype) -> str:
     if out.dtype != dtype:
         return (
             f"the result must be {short(dtype)}, like q, but it is {short(out.dtype)}, as the "
-            "kernel made it: cast it. (Is `q` the cast one by then? Note its dtype first.)"
+            "kernel made it: cast it. (Is `q` already the cast one there? Save its dtype first.)"
         )
     if not out.isfinite().all():
-        return "all are finite, and the result is not: cast to the dtype of your half_dtype."
+        return "all inputs are finite, but the result is not: cast to the dtype of your half_dtype."
     if not torch.equal(out, out.to(half).to(dtype)):
         return f"the result was not computed in {short(half)}: cast q, k and v before the call."
     if half == F16 and torch.equal(out, out.to(BF16).to(dtype)):

@@ -158,7 +158,7 @@ def check_predict(student: Student, seed: int = 0) -> None:
         )
     each = [number(one, "each time") for one in many]
     if not np.allclose(each, reference(lambda: predict_time(work, 0.5, 100.0)), rtol=1e-6):
-        raise CheckFailed("for an array of FLOPs other times come back than for each alone.")
+        raise CheckFailed("an array of FLOPs gives other times than its numbers one by one.")
     passed("a time from work, start and rate", seed)
 
 

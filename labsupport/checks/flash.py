@@ -408,7 +408,7 @@ def _judge_memory(
                 "more than one 32 x 32 tile of scores beside tensors of its inputs' size."
             )
         if not is_causal:
-            where = "(no mask; memory counts where the result is right)"
+            where = "(no mask; memory is judged only where the result is right)"
             for name, value, right in zip(names, unpack(result, names), exact, strict=False):
                 judge(f"{where} {name}", value, right, allowed=1e-3)
     passed(f"the largest tensor created has {largest.numel:,} entries; N x N would be {n * n:,}")

@@ -188,7 +188,7 @@ def _judge_half(student: Student, parts: Sequence[Result], given: Any = None) ->
     if out.dtype != dtype:
         raise CheckFailed(f"{where}out is {out.dtype}: cast the result to {dtype} at the end.")
     if lse.dtype != torch.float32:
-        raise CheckFailed(f"{where}lse is {lse.dtype}, and stays float32 throughout.")
+        raise CheckFailed(f"{where}lse is {lse.dtype}, but it must stay float32.")
     doubled = exactly(parts)
     exact, exact_lse = reference(lambda: merge_all(doubled))
     known = results(merge_all, ALL_MISTAKES, lambda f: f(doubled)[1])

@@ -172,7 +172,7 @@ def check_registered_memory(student: Student) -> None:
                 f"{tuple(q.shape)} and k {tuple(k.shape)}: {why}"
             )
         if not is_causal:
-            where = "(no mask; memory counts where the result is right) out"
+            where = "(no mask; memory is judged only where the result is right) out"
             right = reference(lambda given=given: lab_attention(*given)[0])
             judge(where, out, right, allowed=1e-3)
     passed("no matrix of scores, and no repeated keys")

@@ -126,7 +126,7 @@ def check_ring_backward(student: Student, seed: int = 0, *, worlds: Sequence[int
         for rank, (ours, theirs) in enumerate(zip(given, right, strict=True)):
             for name, a, b in zip(NAMES, ours, theirs, strict=True):
                 judge(f"({world} ranks) rank {rank}: {name}", a, b, allowed=1e-4)
-    passed("dQ stays, dK and dV come home, on every rank", seed)
+    passed("dQ stays, dK and dV return to their own rank", seed)
 
 
 def _lists(ranks: Sequence[tuple[Tensor, ...]]) -> list[list[Tensor]]:

@@ -19,7 +19,7 @@ class RowWatch(TorchDispatchMode):
     """A watch on operators that read along the last dimension.
 
     Attributes:
-        longest: of the rows that one operator read at once.
+        longest: of the rows that one operator read together.
         operator: which one that was.
         maxima_before_exp: how many maxima were taken before the first exponential.
     """

@@ -98,7 +98,7 @@ def check_running_streams(student: Student) -> None:
     require_maximum(result, scores)
     if seen.longest > 10:
         raise CheckFailed(
-            f"{seen.operator} ran over {seen.longest} scores at once, but a block has 10: look at "
+            f"{seen.operator} ran over {seen.longest} scores together, but a block has 10: look at "
             "one block of scores at a time, and keep only m and l between blocks."
         )
     if seen.maxima_before_exp > 1:

@@ -128,6 +128,9 @@ The mask starts at the top left: query i sees the keys up to i + seqlen_k - seql
     rows[:, None] + n_k - n_q -> rows[:, None]
 `causal` is ignored.
     if causal -> if False
+Tiles that the diagonal cuts are not masked: a tile needs no mask if the block's first query, and
+not only its last, sees all keys in it.
+    if causal -> if causal and j + block > rows[-1] + 1 + n_k - n_q
 Each query misses itself: key i + seqlen_k - seqlen_q is visible, too.
     cols > rows[:, None] -> cols >= rows[:, None]
 The scores are not scaled by 1 / sqrt(head_dim).

@@ -55,9 +55,12 @@ class _Shown:
     begins = "Check failed: "
 
     def _render_traceback_(self) -> list[str]:
+        said = f"{self.begins}{self}"
+        if "LeftOutError: " in said:  # in an exam: what is missing, without where it was called
+            said = said.rpartition("LeftOutError: ")[2].partition("\n")[0]
         return [
             line
-            for paragraph in f"{self.begins}{self}".split("\n")
+            for paragraph in said.split("\n")
             for line in textwrap.wrap(paragraph, LINE, break_long_words=False) or [""]
         ]
 
@@ -308,7 +311,7 @@ def _outside() -> str:
     shown = ", ".join(f"{name} ({_shown(value)})" for name, value in known.items())
     return (
         f"Note: {function.__name__} reads {shown} from the notebook, not from its arguments. If "
-        "that was not meant, compute it from the arguments."
+        "you did not intend that, compute it from the arguments."
     )
 
 

@@ -32,7 +32,8 @@ def bench_command(
         Option(help="Measure the file's case again: exit status 1 if slower, 3 if undecided."),
     ] = None,
     tolerance: Annotated[
-        float, Option(min=0.001, max=1, help="Slower than this is an alarm; twice this is caught.")
+        float,
+        Option(min=0.001, max=1, help="Slowdown that counts; twice as much is found reliably."),
     ] = 0.05,
     device: options.Device = None,
     to_json: options.Json = None,

@@ -1,4 +1,4 @@
-"""Options that `labsupport bench`, `compare` and `sweep` share, and what becomes of a table."""
+"""Options that `labsupport bench`, `compare` and `sweep` share, and output of their tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHART_TYPES = (".png", ".svg", ".pdf")
 Batch = Annotated[int | None, Option(help="Sequences. Default: 2.")]
 Seqlen = Annotated[int | None, Option(help="Tokens in each. Default: 1024.")]
 Nheads = Annotated[int | None, Option(help="Query heads. Default: 8.")]
-Headdim = Annotated[int | None, Option(help="Numbers in a head's vectors. Default: 64.")]
+Headdim = Annotated[int | None, Option(help="Size of a head's vectors. Default: 64.")]
 KvHeads = Annotated[int | None, Option(help="Key/value heads. Default: as --nheads.")]
 Causal = Annotated[bool | None, Option("--causal/--no-causal", help="Hide the future.")]
 Preset = Annotated[
@@ -30,20 +30,20 @@ Preset = Annotated[
 Dtype = Annotated[
     str | None, Option(help="fp16, bf16, fp32 or PyTorch's names. Default: bf16 on GPUs, or fp32.")
 ]
-NoGrad = Annotated[bool, Option("--no-grad", help="The forward pass alone.")]
+NoGrad = Annotated[bool, Option("--no-grad", help="Forward pass only.")]
 Repeats = Annotated[
     int | None, Option(min=1, help="Number of repeats. Default: until the median is known to 2%.")
 ]
 MaxSeconds = Annotated[float, Option(help="Seconds for the repeats of each case.")]
 Device = Annotated[str | None, Option(help="cpu or cuda. Default: the GPU, if any.")]
 Json = Annotated[
-    str | None, Option("--json", help="Write all as JSON to this file; - is the terminal.")
+    str | None, Option("--json", help="Write everything as JSON to this file; - is stdout.")
 ]
 Csv = Annotated[Path | None, Option("--csv", help="Write the rows as CSV to this file.")]
 
 
 def check_chart(path: Path | None) -> None:
-    """Raise ValueError for a file that no chart can be written to, before anything long begins."""
+    """Raise ValueError early, for a file that no chart can be written to."""
     if path is not None and path.suffix.lower() not in CHART_TYPES:
         raise ValueError(f"{path}: a chart's name ends in {', '.join(CHART_TYPES)}")
 

@@ -32,15 +32,15 @@ def monitor_command(
         typer.Option(help="Seconds between samples (0.1), or between lines of --live (1)."),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Show GPU and machine now; without a program, only that.")
+        bool, typer.Option("--live", help="Show GPU and machine live, also without a program.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="A CSV file, written while the program runs.")
     ] = None,
     chart: Annotated[
-        Path | None, typer.Option(help="The curve, as .png, .svg or .pdf, written at the end.")
+        Path | None, typer.Option(help="A chart, as .png, .svg or .pdf, written at the end.")
     ] = None,
-    device: Annotated[int, typer.Option(help="The GPU, as PyTorch counts.")] = 0,
+    device: Annotated[int, typer.Option(help="Number of the GPU, as in PyTorch.")] = 0,
 ) -> None:
     """Run a program and sample its memory, that of its children and of the GPU.
 

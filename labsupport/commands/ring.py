@@ -108,7 +108,7 @@ def bench_command(
     rows: Annotated[
         Path | None, Option(help="A CSV file with the rows so far, while it runs.")
     ] = None,
-    save: Annotated[str | None, Option(help="Keep the table under data/runs/SAVE.")] = None,
+    save: Annotated[str | None, Option(help="Save the table as data/runs/SAVE.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace a run of that name.")] = False,
     backend: Backend = None,
     processes: Processes = None,

@@ -43,7 +43,7 @@ def train_command(
     layers: Annotated[int | None, Option(help="Replaces the preset's.")] = None,
     width: Annotated[int | None, Option(help="Replaces the preset's.")] = None,
     heads: Annotated[int | None, Option(help="Replaces the preset's.")] = None,
-    kv_heads: Annotated[int | None, Option(help="Key/value heads. Default: one a head.")] = None,
+    kv_heads: Annotated[int | None, Option(help="Key/value heads. Default: as heads.")] = None,
     data: Annotated[
         str,
         Option(
@@ -58,7 +58,7 @@ def train_command(
         bool, Option("--join-documents", help="Documents in one sequence see those before them.")
     ] = False,
     accumulation: Annotated[int, Option(help="Sequences in a step, of all ranks.")] = 1,
-    learning_rate: Annotated[float, Option(help="At its highest.")] = 6e-4,
+    learning_rate: Annotated[float, Option(help="Highest learning rate.")] = 6e-4,
     warmup_steps: Annotated[int | None, Option(help="Default: a tenth of --decay-steps.")] = None,
     decay_steps: Annotated[
         int | None, Option(help="Step of the lowest learning rate. Default: --steps.")
@@ -66,7 +66,7 @@ def train_command(
     dtype: Annotated[
         str | None,
         Option(
-            help="Of matrix products: float32, bfloat16, float16. Weights stay float32. "
+            help="Dtype of matrix products: float32, bfloat16, float16. Weights stay float32. "
             "Default: bfloat16 on a GPU that has it, else float32."
         ),
     ] = None,
@@ -78,22 +78,23 @@ def train_command(
         str, Option(help="auto, or a backend's name; with --parallel ring a ring kernel's.")
     ] = "auto",
     checkpoint_layers: Annotated[
-        bool, Option("--checkpoint-layers", help="Keep each block's input only; compute it twice.")
+        bool,
+        Option("--checkpoint-layers", help="Store only the inputs of blocks; compute them twice."),
     ] = False,
     mlp_chunk: Annotated[int | None, Option(help="Tokens at a time in the MLP.")] = None,
     loss_chunk: Annotated[int | None, Option(help="Tokens at a time in the loss.")] = None,
     residual: Annotated[str | None, Option(help="Dtype of the stream between blocks.")] = None,
     head_chunk: Annotated[int | None, Option(help="Key heads at a time in attention.")] = None,
     offload: Annotated[
-        bool, Option("--offload", help="What --checkpoint-layers keeps waits in host memory (GPU).")
+        bool, Option("--offload", help="Move what --checkpoint-layers stores to host memory.")
     ] = False,
     memory_limit: Annotated[
-        str | None, Option(help="Pretend to have no more, such as 16GiB.")
+        str | None, Option(help="Use no more memory than this, such as 16GiB.")
     ] = None,
     folder: Annotated[
         Path | None,
         Option(
-            help="For checkpoints (SIGTERM saves one), history.csv, loss.png. A run in it resumes."
+            help="For checkpoints (SIGTERM saves one), history.csv, loss.png. Resumes a run there."
         ),
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="Delete the run in --folder.")] = False,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that make no sense together."""
+    """Raise ValueError for options that cannot be combined."""
     parallel, folder = options["parallel"], options["folder"]
     if options["fresh"] and folder is None:
         raise ValueError("--fresh restarts the run in --folder FOLDER: name the folder")
@@ -31,14 +31,14 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --parallel {owner}")
     if parallel is not None and (options["policy"] is not None or options["dtype"] == "float16"):
         raise ValueError(
-            "with --parallel there is neither --policy nor float16, whose masters and loss scale "
-            "are for one device: take --dtype bfloat16, or float32"
+            "--parallel works neither with --policy nor with float16: float32 masters and loss "
+            "scaling are for one device. Use --dtype bfloat16 or float32"
         )
     packed = options["data"] not in ("records", "dialogue") and not options["join_documents"]
     if parallel == "ring" and packed:
         raise ValueError(
-            f"--data {options['data']} packs several documents into a sequence, and the ring knows "
-            "no such mask: add --join-documents, or take --data records or dialogue"
+            f"--data {options['data']} packs several documents into a sequence, and a ring has "
+            "no mask for that: add --join-documents, or use --data records or dialogue"
         )
     if folder is not None:
         other = "step-*/run.json" if parallel is None else "step-*.pt"
@@ -257,7 +257,7 @@ def out_of_memory(error: BaseException, run: Prepared) -> str:
         "--dtype bfloat16: activations of two bytes, not four": low,
         "--residual bfloat16: half between blocks": savings.residual or settings.policy,
         "--head-chunk 1: queries, keys, values of some heads": savings.head_chunk is not None,
-        "--offload, on a GPU: what blocks keep waits in host memory": savings.offload,
+        "--offload, on a GPU: moves what blocks store to host memory": savings.offload,
         f"--length {max(run.length // 2, 1)}, or a smaller --preset": False,
     }
     # Without PyTorch's hints, and those of memory_limit, which are for Python.

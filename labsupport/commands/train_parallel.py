@@ -70,10 +70,10 @@ def train_in_parallel(options: dict[str, Any]) -> None:
 
     gpus, processes = torch.cuda.device_count(), options["processes"]
     if device == "cuda" and gpus < (processes or 1):
-        raise ValueError(f"--device cuda: each rank needs a GPU, and {gpus or 'none'} is there")
+        raise ValueError(f"--device cuda: each rank needs a GPU, but PyTorch finds {gpus}")
     processes = processes or (0 if device == "cpu" else gpus)
     if not processes:
-        raise ValueError("how many processes? --processes 2, or a number for your CPU's cores")
+        raise ValueError("say how many processes: --processes 2, or as many as fit your cores")
     prepare(options, torch.device("cpu"))  # refuses here, once, what each rank would refuse
     _check_share(options, processes)
     try:
@@ -89,7 +89,7 @@ def train_in_parallel(options: dict[str, Any]) -> None:
 
 
 def train_as_rank(options: Mapping[str, Any]) -> None:
-    """Train, as one rank of a process group that is to be made; every rank calls this.
+    """Join the process group and train as one of its ranks; every rank calls this.
 
     Raises:
         torch.OutOfMemoryError: with what helps. Others as the training functions.
@@ -205,7 +205,7 @@ def _check_share(options: Mapping[str, Any], ranks: int) -> None:
     sequences = options["accumulation"]
     if options["parallel"] != "ring" and sequences < ranks:
         raise ValueError(
-            f"--accumulation {sequences} leaves some of {ranks} ranks without a sequence: take "
+            f"--accumulation {sequences} leaves some of {ranks} ranks without a sequence: use "
             f"--accumulation {ranks} or more, or --parallel ring, which divides each sequence"
         )
 

@@ -1,1 +1,1 @@
-"""Students' copies of the notebooks: made, renewed with their work kept, and their progress."""
+"""Students' copies of the notebooks: create, update with their work in them, show progress."""

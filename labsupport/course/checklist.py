@@ -19,7 +19,7 @@ _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
 
 
 class Item(NamedTuple):
-    """One box, such as "T1-4": "T", "P" or "A", and the day; ticked if anything stands in it."""
+    """One box, such as "T1-4": "T", "P" or "A", and the day; ticked if there is anything in it."""
 
     name: str
     kind: str
@@ -40,7 +40,7 @@ def items(text: str) -> list[Item]:
 
 
 def students_copy(text: str) -> str:
-    """The lab's checklist as it stands in a student's folder, where `theory` is a link."""
+    """The lab's checklist for a student's folder, where `theory` is a link."""
 
     def moved(link: re.Match[str]) -> str:
         target = link[1]
@@ -53,7 +53,7 @@ def students_copy(text: str) -> str:
 
 
 def with_new_items(mine: str, newer: str) -> tuple[str, list[str]]:
-    """A student's checklist with the boxes that a newer edition has and theirs has not.
+    """A student's checklist, with boxes added that only a newer edition has.
 
     No line of theirs is changed or moved: their ticks, their notes and their wording stay.
 

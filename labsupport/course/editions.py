@@ -37,7 +37,7 @@ class ReleaseError(ValueError):
 
 @dataclass(frozen=True)
 class Edition:
-    """The student edition of one notebook: the file's name, which is the solved one's, and text.
+    """The student edition of one notebook: file name (that of the solved one) and text.
 
     identifier: twelve hexadecimal digits that change with the contents. The notebook's own metadata
         carries them too (`labsupport.edition`), so that a copy tells which edition it came from.
@@ -86,7 +86,7 @@ def regions(source: str) -> Iterator[tuple[str, int, str]]:
 
 
 def _problems(notebook: "NotebookNode") -> Iterator[str]:
-    """Say everything that is wrong with a solved notebook, one sentence each."""
+    """List everything that is wrong with a solved notebook, one sentence each."""
     seen: dict[str, int] = {}
     solutions = 0
     for index, cell in enumerate(notebook.cells):
@@ -115,7 +115,7 @@ def _problems(notebook: "NotebookNode") -> Iterator[str]:
 
 
 def student_edition(notebook: "NotebookNode") -> "NotebookNode":
-    """Cut a solved notebook down to what its students get.
+    """Reduce a solved notebook to what its students get.
 
     Args:
         notebook: the solved notebook (format 4); it is not changed.

@@ -1,4 +1,4 @@
-"""A newer edition of a notebook and a student's copy of an older one, made into one notebook.
+"""Merging of a newer edition of a notebook with a student's copy of an older one.
 
 The newer edition gives the order. The student's solution cells go to the same `grade_id`, and their
 own cells follow the cell that they followed before. All other cells come from the newer edition,
@@ -21,7 +21,7 @@ _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class Merged(NamedTuple):
-    """A merged notebook as JSON; what could not be kept in its place, one sentence each."""
+    """A merged notebook as JSON, and a sentence for each part that has no place in it."""
 
     notebook: Notebook
     conflicts: tuple[str, ...]
@@ -77,7 +77,7 @@ def merge(mine: Any, newer: Notebook) -> Merged:
         newer: the newer student edition.
 
     Returns:
-        the merged notebook, and what could not be kept in its place.
+        the merged notebook, and the parts that have no place in it.
 
     Raises:
         ValueError: `mine` is no notebook of format 4.
@@ -143,17 +143,17 @@ def _match(
 
 
 def _renewed(cell: Cell, own: Cell, base: dict[str, str], conflicts: list[str]) -> Cell:
-    """Return what a cell of the newer edition becomes, where the student has it, too."""
+    """Merge a cell that both the newer edition and the student have."""
     role, name = _key(cell)
     before = base.get(str(cell.get("id")))
     given, wrote = _hash(cell), _hash(own)
     changed, renewed = wrote not in (before or given, given), before not in (None, given)
     if role == "exercise cell":
         if renewed:
-            conflicts.append(f"what is given in {name} has changed: your cell is as you wrote it")
+            conflicts.append(f"the given code of {name} has changed; your cell is unchanged")
     elif own.get("cell_type") != cell.get("cell_type") or (changed and (role or renewed)):
         what = f"the check {name}" if role else _shown(source_of(own))
-        conflicts.append(f"{what}: you changed this cell of the lab, and it was renewed")
+        conflicts.append(f"{what}: you changed this cell of the lab; the new one replaced it")
         return cell
     elif wrote != given and not changed:
         return cell

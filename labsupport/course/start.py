@@ -28,7 +28,7 @@ from labsupport.paths import STATE_FILE
 
 
 class Upgrade(NamedTuple):
-    """A copy into which a newer edition was merged, and the file with what it was before."""
+    """A copy into which a newer edition was merged, and the file with its old version."""
 
     copy: Path
     before: Path
@@ -37,7 +37,7 @@ class Upgrade(NamedTuple):
 
 @dataclass
 class StartReport:
-    """Files that `start_work` found in the student's folder, and made there."""
+    """Files that `start_work` found in the student's folder, or created there."""
 
     folder: Path
     created: list[Path] = field(default_factory=list)  # new working copies
@@ -132,7 +132,7 @@ def _keep(copy: Path, was: bytes, edition: str) -> Path:
 
 
 def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartReport:
-    """Give the student a copy of each notebook and of the checklist, and renew older ones.
+    """Give the student a copy of each notebook and of the checklist, and update older ones.
 
     To start a notebook again, a student renames or deletes their copy and starts again.
 

@@ -99,7 +99,7 @@ def train_on_ranks(
 
     Returns:
         a row for each case: rank; loss, all_reduces and all_reduced_bytes of the last step (the
-        latter None for FSDP); parameters, gradients, optimizer (bytes held after it).
+        latter None for FSDP); parameters, gradients, optimizer (bytes stored after it).
     """
     with _group() as info:
         tokenizer = ByteTokenizer()
@@ -124,7 +124,7 @@ def train_on_ranks(
 
 
 def leave(rank: int = 1) -> None:
-    """Let one rank be killed, as by a system that has no memory left; the others wait for it."""
+    """Kill one rank, as a system without memory would; the others wait for it."""
     info = setup_ddp("gloo")
     if info.rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -95,7 +95,7 @@ def launch(
     The output of rank 0 is shown as it comes, stdout and stderr together.
 
     Raises:
-        LaunchError: a rank failed, was killed, or did not come to a collective.
+        LaunchError: a rank failed, was killed, or did not reach a collective.
         ValueError: fewer than one process, or more than there are GPUs.
         TypeError: a function or arguments that cannot be sent to another process.
 
@@ -111,7 +111,7 @@ def launch(
         raise ValueError(f'device is {device!r}, and must be "cpu" or "cuda"')
     if device == "cuda" and gpus < processes:
         raise ValueError(
-            f"{processes} processes need as many GPUs, and there are {gpus}: take fewer processes, "
+            f"{processes} processes need as many GPUs, but there are {gpus}: use fewer processes, "
             'or device="cpu"'
         )
     try:
@@ -119,7 +119,7 @@ def launch(
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TypeError(
             f"{function} with its arguments cannot be sent to another process: {error}. Send plain "
-            "data, and build models and data sets inside the function"
+            "data, and build models and datasets inside the function"
         ) from None
     # The processes meet at a port that the system chose and this process has: nobody takes it away.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -183,8 +183,8 @@ class _Worker:
         if code > 0:
             return _Failure(f"ended with exit code {code} before it was done", at=time.time())
         name = signal.Signals(-code).name
-        hint = " (by somebody, or by the system because memory ran out)" * (name == "SIGKILL")
-        # NCCL aborts a process whose collective the others did not come to.
+        hint = " (by a user, or by the system because memory ran out)" * (name == "SIGKILL")
+        # NCCL aborts a process whose collective the others did not reach.
         return _Failure(f"killed by {name}{hint}", at=time.time(), lost=name == "SIGABRT")
 
     def tail(self) -> str:
@@ -226,7 +226,7 @@ def _error(failures: Mapping[int, _Failure], workers: Sequence[_Worker]) -> Laun
     if first.lost and missing:
         late = missing[0]
         message = (
-            f"rank {late.rank} of {len(workers)} did not come to a collective in which rank {rank} "
+            f"rank {late.rank} of {len(workers)} did not reach a collective in which rank {rank} "
             f"waited for it: {first.what}\n\nRank {late.rank} was here:\n{late.tail()}\n\nAll "
             "ranks must call the same collectives in the same order. If one of them may take "
             f"longer: launch(..., timeout=seconds).\n\n{first.traceback}"
@@ -293,7 +293,7 @@ def _work(name: str) -> None:
         text = "".join(traceback.format_exception(type(error), error, frames))
         failure = _Failure(what, text, time.time(), is_lost(error))
         (folder / f"error-{rank}").write_bytes(pickle.dumps(failure))
-        os._exit(1)  # at once, too: a process group that lost a rank may hang
+        os._exit(1)  # immediately, too: a process group that lost a rank may hang
 
 
 def _end_with(launcher: int) -> None:

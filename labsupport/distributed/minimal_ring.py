@@ -11,10 +11,10 @@ next rank, one hop a step. Four ranks, and whose keys each has in which step:
 
 Forward: each step gives attention over some keys, with its log-sum-exp; they are merged exactly.
 Backward: given the whole row's output and log-sum-exp, a block's backward returns its exact share
-of the gradients. dQ adds up where Q is; dK and dV travel with their keys: W hops, and home.
+of the gradients. dQ adds up where Q is; dK and dV travel with their keys, W hops in all.
 
-`labsupport.distributed.ring` is the same with what a real one needs: windows, zigzag shards, any
-kernel, no hop that nobody needs, dK and dV straight home, errors instead of hangs.
+`labsupport.distributed.ring` is the complete version: windows, zigzag shards, any kernel, no
+unnecessary hops, dK and dV sent straight to their own rank, errors instead of hangs.
 
 Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
 Context" (2023), section 3.

@@ -49,7 +49,7 @@ class RankInfo:
         return f"{self.world} rank{'s' * (self.world != 1)}"
 
     def barrier(self, group: dist.ProcessGroup | None = None) -> None:
-        """Return when all ranks of the group (None: all) have come here."""
+        """Wait until all ranks of the group (None: all) have called this."""
         # The value is read, since on a GPU the all-reduce alone only asks for it.
         one = torch.zeros(1, device=self.device)
         dist.all_reduce(one, group=group)
@@ -93,8 +93,8 @@ def setup_ddp(backend: str | None = None, timeout: float | None = None) -> RankI
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local >= gpus:
             raise ValueError(
-                f"local rank {local} needs its own GPU, and there are {gpus}: start {gpus} "
-                'processes, or take backend="gloo", which computes on the CPU'
+                f"local rank {local} needs its own GPU, but there are {gpus}: start {gpus} "
+                'processes, or use backend="gloo", which computes on the CPU'
             )
         # Before anything is put on "cuda": otherwise all ranks would share GPU 0.
         torch.cuda.set_device(local)

@@ -71,9 +71,9 @@ ADVICE = (
     ("init_process_group rendezvous distnetwork tcpstore", "on all nodes the same --nnodes, "
      "--rdzv-backend c10d and --rdzv-endpoint HOST:PORT, an open port; with several network "
      "interfaces NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."),
-    ("nccl", "NCCL_DEBUG=INFO says where NCCL failed; one process a GPU is a must."),
-    ("relative error", "if every kernel fails, suspect the messages; if one, that kernel: try it "
-     "on one device by labsupport doctor --report FILE."),
+    ("nccl", "NCCL_DEBUG=INFO says where NCCL failed; each process needs its own GPU."),
+    ("relative error", "if every kernel fails, suspect the messages; if one, suspect that "
+     "kernel: try it on one device with labsupport doctor --report FILE."),
 )  # fmt: skip
 
 

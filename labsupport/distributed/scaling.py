@@ -1,7 +1,7 @@
 """Predictions for several devices: ring attention, DDP and FSDP, from compute and links.
 
-A prediction takes what one device needs alone and what a link carries, and follows the schedule of
-`Plan`. It leaves out latencies, starting kernels, links that share a switch, and clocks that fall
+A prediction combines the time of one device and the bandwidth of a link, with the schedule of
+`Plan`. It ignores latencies, starting kernels, links that share a switch, and clocks that fall
 when all devices work: so it is a bound on efficiency. Theory chapter 11 derives it.
 
 A ring. In each step a rank computes with the keys that it holds, while those of the next step, and
@@ -9,7 +9,8 @@ its last share of dK and dV, travel. For each pair and head, compute is 4 d FLOP
 backward (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1).
 
 DDP. Gradients become ready at an even rate during the backward. Each bucket is all-reduced when it
-is ready and the one before is done; what is not done when the backward ends is exposed.
+is ready and the one before is done; what is not done when the backward ends is exposed (Li et al.,
+arXiv 2006.15704, section 3.2).
 
 FSDP. A block's parameters are gathered, and its gradients reduced, while a neighbour computes; the
 first gather and the last reduction are exposed. Offloaded shards cross PCIe, and the CPUs' memory
@@ -62,7 +63,7 @@ class RingPrediction:
 
     Attributes:
         total_ms: until the last rank is done.
-        exposed_ms: by how much the total exceeds what it would be if messages took no time.
+        exposed_ms: the total, minus the total if messages took no time.
         sent_bytes: by the rank that sends most.
         efficiency: world * single_ms / total_ms.
     """
@@ -93,7 +94,8 @@ def predict_ring(
     Args:
         world, seqlen_per_rank, heads, kv_heads, head_dim, dtype, causal, layout: the call.
         direction: "forward+backward" is one after the other.
-        single_ms: what the kernel needs on one device for `seqlen_per_rank` tokens, same direction.
+        single_ms: the kernel's time on one device for `seqlen_per_rank` tokens, same direction.
+        tflops: its speed, instead of `single_ms`.
         gb_s: of a link, each way.
         memory_gb_s: of a device; adding a step's result to the result so far reads and writes it in
             float32 and reads the new part. None: that is free.
@@ -277,9 +279,9 @@ def check_against(table: pd.DataFrame, *, memory_gb_s: float | None = None) -> p
         memory_gb_s: of the devices on which it was measured.
 
     Returns:
-        One row for each measured one of more than one rank (PyTorch's context parallelism, which is
-        no ring, left out): what it is, median_ms, predicted_ms, ratio (measured over predicted),
-        efficiency, predicted_efficiency.
+        One row for each measured ring of more than one rank (without PyTorch's context parallelism,
+        which is no ring): its description, median_ms, predicted_ms, ratio (measured over
+        predicted), efficiency, predicted_efficiency.
     """
     ok = table[(table.status == "ok") & (table.world > 1) & table.single_ms.notna()]
     ok = ok[~ok.implementation.str.startswith("context_parallel")]

@@ -1,7 +1,8 @@
 """A sequence that no single device holds: its tokens are sharded over the ranks, in every layer.
 
-Attention needs the other ranks: K and V go around the ring, dK and dV come home. All else computes
-each token separately, so activations are 1/W of the sequence's; weights and states are whole.
+Attention needs the other ranks: K and V go around the ring, dK and dV return to their
+own rank. All other layers compute each token separately, so activations are 1/W of the sequence's;
+weights and states are whole.
 Source: Li et al., "Sequence Parallelism: Long Sequence Training from System Perspective"
 (arXiv 2105.13120), section 3; with a ring of FlashAttention's blocks, arXiv 2310.01889.
 
@@ -224,7 +225,7 @@ class SequenceParallel:
         if config.positions == "learned" and shard.farthest >= config.max_positions:
             raise ValueError(
                 f"position {shard.farthest:,} was asked for, but this model has learned "
-                f"{config.max_positions:,}. Shorten the sequence, or take a model with rotary "
+                f"{config.max_positions:,}. Shorten the sequence, or use a model with rotary "
                 "positions"
             )
         return shard
@@ -262,7 +263,7 @@ def _around(
     cu_seqlens: Tensor | None,
     backend: str,
 ) -> Tensor:
-    """`Attention.forward` around the ring; `backend` and `cu_seqlens` are one device's business."""
+    """`Attention.forward` around the ring; `backend` and `cu_seqlens` are for one device."""
     q, k, v = own.project(x, turn)
     return own.out(ring_attention(q, k, v, **vars(ring)).reshape(x.shape))
 

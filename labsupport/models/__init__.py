@@ -6,7 +6,7 @@ integration/  labsupport's attention inside Transformers' models, and which of i
 generation/   prefill and decode, and how long they take
 measure       a whole model's time and memory, by attention and length
 flops         the floating-point operations of a whole model
-likelihood    how well a model predicts a long text, without all of its logits at once
+likelihood    how well a model predicts a long text, without storing all of its logits
 
 Names are imported from these files when first used: importing Transformers takes seconds.
 """

@@ -1,4 +1,4 @@
-"""The likelihood of a long text under a model, without all of its logits at once."""
+"""The likelihood of a long text under a model, without storing all of its logits."""
 
 from __future__ import annotations
 

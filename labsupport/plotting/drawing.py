@@ -40,7 +40,7 @@ _SPARE = ("#661100", "#6699CC", "#AA4466")
 
 @dataclass(frozen=True)
 class Reference:
-    """A line to judge the measurements by: a physical limit, or what a formula predicts.
+    """A reference line: a physical limit, or the prediction of a formula.
 
     Attributes:
         y: a number, or a function of x (the sequence length, say); in the unit of the chart's y
@@ -81,7 +81,7 @@ def draw_references(axes: Axes, references: Sequence[Reference], places: Sequenc
 
 
 def plain(axes: Axes, grid: str = "both", hide: Sequence[str] = ("top", "right")) -> None:
-    """Give axes a pale grid behind the data, and take the frame away."""
+    """Give axes a pale grid behind the data, and remove the frame."""
     axes.grid(True, which="major", axis=grid, color="#dddddd", linewidth=0.8)  # type: ignore[arg-type]
     axes.set_axisbelow(True)
     axes.spines[list(hide)].set_visible(False)

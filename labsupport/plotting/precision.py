@@ -205,7 +205,7 @@ def _labels(columns: list[Any]) -> list[tuple[float, str]]:
     labels: list[tuple[float, str]] = []
     for words, first, last in _groups(columns):
         place = (first + last) / 2
-        if labels and place - labels[-1][0] < 2:  # too near for a label of its own: a second line
+        if labels and place - labels[-1][0] < 2:  # too near for its own label: a second line
             before, others = labels.pop()
             place, words = (before + place) / 2, f"{others}\n{words}"
         labels.append((place, words))

@@ -42,7 +42,7 @@ def plot_memory_parts(
     limit: tuple[str, float] | None = None,
     small_print: str = "",
 ) -> Chart:
-    """Draw what a training step holds at its peak: a bar for each case, cut into parts.
+    """Draw the memory of a training step at its peak: a bar for each case, divided into parts.
 
     Args:
         table: columns case, part, bytes; cases from above to below in their order.

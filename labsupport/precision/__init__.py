@@ -3,7 +3,7 @@
 dtypes        limits of each dtype, and the range of a tensor
 autofix       make three inputs fit one kernel, and report what that costs
 tracker       watch a model: dtypes, ranges, casts, the first layer where something goes wrong
-findings      judge what a tracker recorded, and the inputs of one attention call
+findings      judge a tracker's records, and the inputs of one attention call
 policy        which component of a model computes in which dtype
 layers        normalisation, embedding and output layer with several dtypes
 cast_hooks    casts at the boundary of modules, and at attention kernels

@@ -319,9 +319,9 @@ class PrecisionTracker:
             if len(found) > SHOWN + 1:
                 lines.append(f"... and {len(found) - SHOWN - 1} more: see `violations`.")
         else:
-            lines.append("All is well: no mixed dtypes, no NaN, no overflow, no underflow.")
+            lines.append("No problems found: no mixed dtypes, no NaN, no overflow, no underflow.")
         if not self.ranges:
-            lines.append("Ranges were not recorded: NaN, overflow and underflow go unseen.")
+            lines.append("Ranges were not recorded: NaN, overflow and underflow are not detected.")
         return "\n".join(lines + _summary(records))
 
 

@@ -74,7 +74,7 @@ def what_next(
     rules = (
         (
             case.backend in QUADRATIC_BACKENDS and best_ms < 0.9 * ms,
-            f"writes the scores to memory and reads them again: take {name}",
+            f"writes the scores to memory and reads them again: use {name}",
         ),
         (
             sms is not None and case.dtype == "float32",
@@ -88,7 +88,7 @@ def what_next(
             sms is not None and blocks < sms,
             "too few blocks of queries for all multiprocessors: a larger batch, or split keys",
         ),
-        (best_ms < 0.9 * ms, f"another kernel does the same faster: take {name}"),
+        (best_ms < 0.9 * ms, f"another kernel does the same faster: use {name}"),
         (
             GOOD <= share <= IMPOSSIBLE,
             "little is left here: look at the rest of the model (labsupport profile)",
@@ -177,7 +177,7 @@ def why_slow(row: Mapping[str, Any], case: Case, device: torch.device, share: fl
             suspect = "this backend is for reading, not for speed: try --backend auto"
         lines.append(f"abnormally slow, {share:.1%} of the ceiling: {suspect}")
     if share > IMPOSSIBLE:
-        lines.append(f"the ceiling was measured too low, while others worked: {others}")
+        lines.append(f"the ceiling was measured too low, while other programs ran: {others}")
     if row["q3_ms"] - row["q1_ms"] > UNSTEADY * row["median_ms"]:
         lines.append(f"unsteady, the quartiles are over a quarter of the median apart: {others}")
     return lines

@@ -92,7 +92,7 @@ def judge(
 
 
 def make_baseline(job: Job, say: Callable[[str], None]) -> Baseline:
-    """Measure a job in `PROCESSES` fresh processes, and say each ratio."""
+    """Measure a job in `PROCESSES` fresh processes, and report each ratio."""
     from labsupport.profiling.provenance import provenance
 
     record = provenance(job.device)

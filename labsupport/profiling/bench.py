@@ -127,7 +127,7 @@ def one_case(
 
 
 def measurable_backends(device: torch.device) -> list[str]:
-    """All backends that run on the device, without Triton's interpreter: that one is to be read."""
+    """All backends that run on the device, except in Triton's interpreter."""
     names = [status.name for status in available_backends(device=device) if status.runs]
     return [name for name in names if name != "flash_triton" or device.type == "cuda"]
 

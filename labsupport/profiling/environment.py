@@ -165,6 +165,8 @@ def check_capability(capability: Capability) -> Check:
 
 def check_optional(capability: Capability | None) -> list[Check]:
     """Optional packages and tools, judged by whether they would help on this GPU, if any."""
+    from labsupport.attention.implementations import TRIED  # imports PyTorch
+
     numbers = capability or (0, 0)
     # xFormers has nothing that SDPA lacks here, so its absence is never a warning.
     useful = {
@@ -182,7 +184,8 @@ def check_optional(capability: Capability | None) -> list[Check]:
     for name, helps in useful.items():
         needs, install = PACKAGES[name]
         if version := package_version(name):
-            checks.append(Check(name, "ok", version))
+            tried = f"; {TRIED[name]}" if name in TRIED else ""
+            checks.append(Check(name, "ok", version + tried))
         elif helps:
             checks.append(Check(name, "warn", "not installed; it would run on this GPU", install))
         else:

@@ -167,7 +167,7 @@ _known: dict[str, Ceilings] = {}  # by device
 def measured_ceilings(device: torch.device | str | None = None) -> Ceilings:
     """Copy bandwidth and matrix-multiplication rates of the device: 2 to 3 s on two CPU cores.
 
-    Results are kept for the life of the process, and raised where a later measurement beats them
+    Results are cached for the life of the process, and raised when a later measurement beats them
     (`raise_beaten`): a ceiling that is beaten judges nothing.
 
     >>> measured_ceilings("cpu").copy_gb_s > 1

@@ -68,7 +68,7 @@ def judge_gpu(gpu: GpuState) -> list[Check]:
             which = f": {', '.join(map(str, others))}"
         users = Check(users.name, "warn", f"{len(others)}, with {used} of its memory{which}", QUIET)
     elif (gpu.busy_percent or 0) > BUSY_GPU_PERCENT and os.getpid() not in (gpu.users or {}):
-        hidden = f"none to be seen, but a kernel ran in {gpu.busy_percent}% of the last moments"
+        hidden = f"none visible, but a kernel ran in {gpu.busy_percent}% of the last moments"
         users = Check(users.name, "warn", hidden, QUIET)
 
     clock = UNREADABLE

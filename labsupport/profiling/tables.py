@@ -209,6 +209,6 @@ def _one_shape(table: pd.DataFrame) -> Case:
     fixed = [name for name in names if name not in ("backend", "seqlen", "kv_seqlen")]
     mixed = [name for name in fixed if table[name].nunique() != 1]
     if mixed:
-        raise ValueError(f"the table mixes {', '.join(mixed)}: take one shape at a time")
+        raise ValueError(f"the table mixes {', '.join(mixed)}: choose one shape")
     row = table.iloc[0]
     return Case(**{name: getattr(row[name], "item", lambda v=row[name]: v)() for name in names})

@@ -293,7 +293,7 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         why = "PyTorch finds none" if built else "this PyTorch is built for CPUs only"
-        raise ValueError(f"no GPU here ({why}): leave --device (device=) away")
+        raise ValueError(f"no GPU here ({why}): leave out --device (device=)")
     if device.type == "cuda" and device.index is None:  # some of PyTorch's functions want a number
         device = torch.device("cuda", torch.cuda.current_device())
     return device
@@ -315,7 +315,7 @@ def _warm_up(fn: Call, device: torch.device, calls: int | None) -> None:
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock, read when the GPU has finished what it was given."""
+    """Seconds on a clock, read when the GPU has finished its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -155,9 +155,9 @@ class MemoryOptions:
         loss_chunk: tokens at a time through the classifier; None makes all the logits.
         head_chunk: key/value heads at a time, each with its query heads, through the norm, their
             projections and attention, which the backward pass computes again; None means all.
-        offload: with `checkpoint`: what it keeps waits in the host's memory, and comes back one
-            block ahead of the backward pass (`labsupport.training.memory.HostStore`). With
-            `head_chunk` the results of attention wait there, too, and it is not computed again.
+        offload: with `checkpoint`: move what it stores to host memory, and back one block ahead of
+            the backward pass (`labsupport.training.memory.HostStore`). With `head_chunk`, the
+            results of attention move there, too, and attention is not computed again.
         residual: dtype of the residual stream, and so of what `checkpoint` keeps. None leaves it as
             the embedding returns it: in its weights' dtype, or a precision policy's.
 
@@ -179,7 +179,7 @@ class MemoryOptions:
             if size is not None and size < 1:
                 raise ValueError(f"{name} is {size}: at least 1, or None.")
         if self.offload and not self.checkpoint:
-            raise ValueError("offload moves what checkpoint keeps: take checkpoint=True, too.")
+            raise ValueError("offload moves what checkpoint stores: use checkpoint=True, too.")
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class TrainConfig:
             policy's dtypes, and float32 masters take the updates (`labsupport.precision`).
         seed: of the random numbers during training (dropout). Weights are made before.
         checkpoint_every: steps between evaluations and checkpoints; None: once, at the end.
-        keep: number of checkpoints that are kept, the newest ones.
+        keep: number of checkpoints to keep, the newest ones.
 
     Where gradients pass through float16, the loss is scaled, and steps whose gradients overflow are
     left out.
@@ -257,7 +257,7 @@ class TrainConfig:
         return done == self.steps or done % (self.checkpoint_every or self.steps) == 0
 
     def run_config(self) -> dict[str, Any]:
-        """Return all that the weights after each step depend on, as plain data.
+        """Return everything that the weights after each step depend on, as plain data.
 
         `steps` is not part of it, but `decay_steps`, which the schedule follows.
         """

@@ -29,7 +29,7 @@ from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
 from labsupport.precision.losses import compute_loss
 from labsupport.training.config import DecoderConfig, MemoryOptions
-from labsupport.training.memory import HostStore, chunked_cross_entropy, in_chunks
+from labsupport.training.memory import HostStore, SharedGradient, chunked_cross_entropy, in_chunks
 
 # Turns queries or keys by their tokens' positions; None where positions are learned.
 Turn = Callable[[Tensor], Tensor] | None
@@ -156,7 +156,7 @@ class Decoder(nn.Module):
             if last >= self.config.max_positions:
                 raise ValueError(
                     f"position {last} is beyond the {self.config.max_positions} that this model "
-                    'has learned: shorten the sequence, or take positions="rotary".'
+                    'has learned: shorten the sequence, or use positions="rotary".'
                 )
             x = x + self.position_embedding(positions)
         else:
@@ -207,8 +207,9 @@ class Block(nn.Module):
         if savings.head_chunk is None:
             change = self.attention(self.attention_norm(x), turn, cu_seqlens, savings.attention)
         else:
-            norm = self.attention_norm
-            change = self.attention.in_groups(x, norm, turn, cu_seqlens, savings, store)
+            norm, use = self.attention_norm, SharedGradient.of(x)
+            change = self.attention.in_groups(use, norm, turn, cu_seqlens, savings, store)
+            x = use()  # made last, it comes first in the backward pass
         x = _add(x, change)
         change = in_chunks(lambda part: self.mlp(self.mlp_norm(part)), x, savings.mlp_chunk)
         return _add(x, change)
@@ -234,7 +235,7 @@ class Attention(nn.Module):
 
     def in_groups(
         self,
-        x: Tensor,
+        use: Callable[[], Tensor],
         norm: Callable[[Tensor], Tensor],
         turn: Turn,
         cu_seqlens: Tensor | None,
@@ -242,6 +243,8 @@ class Attention(nn.Module):
         store: HostStore | None,
     ) -> Tensor:
         """Return `self(norm(x), ...)`, with `head_chunk` key/value heads in memory at a time.
+
+        `use()` returns x for one group.
 
         With a store attention itself runs once: the backward pass takes its results from there.
         """
@@ -271,7 +274,7 @@ class Attention(nn.Module):
 
         step = savings.head_chunk or keys
         run = _checkpointed if torch.is_grad_enabled() else lambda function, *args: function(*args)
-        parts = [run(group, n, min(n + step, keys), x) for n in range(0, keys, step)]
+        parts = [run(group, n, min(n + step, keys), use()) for n in range(0, keys, step)]
         return in_chunks(self.out, torch.cat(parts, -1), chunk)
 
     def project(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Ways to need less memory at a time, and a limit that makes sure of it.
+"""Ways to use less memory, and a limit to test them.
 
 in_chunks               a function of single tokens, such as an MLP, for some of them at a time (Liu
                         and Abbeel, arXiv 2305.19370)
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -62,10 +63,48 @@ def in_chunks(fn: Callable[[Tensor], Tensor], x: Tensor, size: int | None) -> Te
     return torch.cat([fn(part) for part in parts], dim=-2)
 
 
+class SharedGradient(torch.autograd.Function):
+    """One tensor for several uses, whose gradients are added up in float32 and rounded once.
+
+    Autograd adds them in the tensor's dtype: in bfloat16 whatever is below 1/512 of the sum so far
+    is lost, though it may be most of what a weight's gradient, a sum over all tokens, consists of.
+
+    >>> use = SharedGradient.of(torch.ones(2, dtype=torch.bfloat16, requires_grad=True))
+    >>> use() * use()
+    tensor([1., 1.], dtype=torch.bfloat16, grad_fn=<MulBackward0>)
+    """
+
+    @staticmethod
+    def of(x: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns x, for one use each time."""
+        total: list[Tensor] = []
+        x = SharedGradient.apply(x, total, True)
+        return lambda: SharedGradient.apply(x, total, False)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: list[Tensor], root: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.total, ctx.root, ctx.dtype = total, root, x.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        total = ctx.total
+        if ctx.root:  # after all of the uses
+            return total.pop().to(ctx.dtype) if total else None, None, None
+        if total:
+            total[0] += grad
+        else:
+            wide = torch.promote_types(ctx.dtype, torch.float32)
+            total.append(grad.to(wide, copy=True))
+        return None, None, None
+
+
 class HostStore:
     """Host memory for one forward pass: what autograd saves, and the results of attention.
 
-    On a GPU that memory is pinned, and a stream of its own copies while kernels run. `hooks` moves
+    On a GPU that memory is pinned, and a separate stream copies while kernels run. `hooks` moves
     what is saved inside of it. `results` makes attention run once: each later call, by which a
     checkpoint recomputes it, takes the output and the log-sum-exp from here.
 
@@ -167,7 +206,7 @@ def default_chunk(vocabulary: int) -> int:
 
 
 # The loop's length, the check of the labels and the choice to work in place are Python's business.
-# (torch.compiler.disable does the same, and imports torch._dynamo at once: a second a process.)
+# (torch.compiler.disable does the same, and imports torch._dynamo immediately: a second a process.)
 @torch._disable_dynamo
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int | None = None
@@ -366,7 +405,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _limited_process(limit: int) -> Iterator[None]:
     """Limit what belongs to the process alone and can be written (proc(5): VmData)."""
     if not sys.platform.startswith("linux"):
-        raise RuntimeError("memory_limit can limit a CPU process on Linux only: take a container")
+        raise RuntimeError("memory_limit can limit a CPU process on Linux only: use a container")
     import resource  # not on Windows
 
     # Start PyTorch's threads while there is memory for their stacks: OpenMP ends the process when

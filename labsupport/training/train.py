@@ -63,7 +63,7 @@ def train(
     stop: Callable[[], bool] | None = None,
     progress: bool = True,
 ) -> History:
-    """Train a model with AdamW; with a folder, go on where a run in it ended.
+    """Train a model with AdamW; with a folder, resume the run in it.
 
     Args:
         model: on its device, with float32 weights; `settings.policy` is applied to it, and stays.
@@ -147,7 +147,7 @@ def train(
             micro_batches = [tensors(batch) for batch in batches(step)]
             if len(micro_batches) != settings.gradient_accumulation_steps:
                 raise ValueError(
-                    f"batches({step}) gave {len(micro_batches)} micro-batches, and the settings "
+                    f"batches({step}) gave {len(micro_batches)} micro-batches, but the settings "
                     f"say gradient_accumulation_steps={settings.gradient_accumulation_steps}"
                 )
             # The mean over the step's labels is not the mean of the micro-batches' means: each
@@ -237,8 +237,8 @@ def check_weights(model: nn.Module, policy: FlashAttentionConfig | None) -> None
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"{name} is {dtype}: updates smaller than half of its last digit would be lost. "
-                "Keep the weights in float32 (model.float()), and compute in bfloat16 by "
-                "TrainConfig(autocast=torch.bfloat16); or have float32 masters beside them, by "
+                "Keep the weights in float32 (model.float()), and compute in bfloat16 with "
+                "TrainConfig(autocast=torch.bfloat16); or add float32 masters with "
                 "TrainConfig(policy=FlashAttentionConfig.bfloat16())"
             )
 
@@ -246,7 +246,7 @@ def check_weights(model: nn.Module, policy: FlashAttentionConfig | None) -> None
 def write_text(model: nn.Module, prompt: Tensor, count: int, *, context: int) -> Tensor:
     """Let a decoder continue a prompt, drawing each token by its probability, the same each time.
 
-    `prompt` is (1, seqlen) int64; the model sees at most `context` tokens at once. Returns the
+    `prompt` is (1, seqlen) int64; the model sees at most `context` tokens at a time. Returns the
     prompt and its continuation, (1, seqlen + count).
     """
     generator, tokens = torch.Generator().manual_seed(0), prompt

@@ -135,7 +135,7 @@ def rotary_pairs(panels):
             d.words(axes, x, 1.7, f"turn by $t f_{pair}$", 9, colours[pair], ha="center")
     return (
         "Which two numbers turn together",
-        "A head of eight numbers, four pairs, each with a frequency of its own",
+        "A head of eight numbers, four pairs, each with its own frequency",
     )
 
 

@@ -178,7 +178,7 @@ def test_a_noisy_measurement_counts_less_and_two_are_too_few(h200):
 def test_a_prediction_lies_in_its_interval_and_says_what_the_time_consists_of(h200):
     found = predict(replace(CASE, seqlen=1024), h200)
     assert found.low_ms < found.ms < found.high_ms
-    parts = "matrix products", "cases calibrated", "partly at once"
+    parts = "matrix products", "cases calibrated", "partly overlapped"
     assert all(part in found.because for part in parts)
     # Parts that overlap add up to more than the whole.
     assert sum(int(share) for share in re.findall(r"(\d+)%", found.because)) > 102
@@ -268,7 +268,7 @@ def test_what_does_not_fit_or_cannot_is_excluded_with_the_reason(h200):
     grouped = recommend(replace(WORKLOAD, kv_heads=4), h200)
     assert "grouped" in grouped.excluded["sdpa_efficient"]
     a100 = str(recommend(WORKLOAD, transfer(h200, "A100 SXM 80 GB")))
-    assert "by specification only" in a100
+    assert "predicted from its specification" in a100
     assert "Not fa4: needs compute capability 9.0" in a100
     for change, message in (
         ({"head_dim": 80}, "sdpa_flash: head_dim 80"), ({"dtype": "float32"}, "none is calibrated")

@@ -32,7 +32,7 @@ def test_a_shape_gives_a_folder_that_opens_with_its_summary(tmp_path):
     assert text.startswith("# Profile of attention: 1 × 64 × 2 × 16, float32, no mask")
     assert "State: complete." in text
     titles = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    assert titles == ["The machine", "Baseline and comparison", "How near the ceiling",
+    assert titles == ["The machine", "Baseline and comparison", "How close to the ceiling",
                       "Where the time goes", "What is missing", "Files"]  # fmt: skip
     files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     assert files == set(re.findall(r"^- \[`.+`\]\((.+)\)$", text, re.MULTILINE))
@@ -41,7 +41,7 @@ def test_a_shape_gives_a_folder_that_opens_with_its_summary(tmp_path):
     table = pd.read_csv(out / "comparison.csv").set_index("backend")
     statuses = {"standard": "ok", "sdpa_flash": "ok", "fa2": "unsupported"}
     assert table["status"].to_dict() == statuses
-    ceiling = text.split("## How near the ceiling")[1].split("##")[0]
+    ceiling = text.split("## How close to the ceiling")[1].split("##")[0]
     row = next(line.split() for line in ceiling.splitlines() if line.strip().startswith("standard"))
     assert float(row[2]) / float(row[1]) == pytest.approx(float(row[4]), rel=0.1)
     assert json.loads((out / "environment.json").read_text())["ceilings"]["copy_gb_s"] > 0

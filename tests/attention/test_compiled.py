@@ -29,10 +29,11 @@ from labsupport.attention.kernels.common import run_kernel
 from labsupport.attention.kernels.config import Geometry, decode_tiling
 from labsupport.attention.kernels.decode import MERGED_AT_ONCE, _decode_merge, _decode_split
 from labsupport.attention.kernels import backward as plain_backward
-from labsupport.attention.kernels import backward_gluon, forward_fp8, forward_gluon
+from labsupport.attention.kernels import backward_gluon, forward_fp8, forward_gluon, linear
 from labsupport.attention.kernels.template import softmax_update, with_update_kernel
 
-found = {"template": [], "decode": [], "gluon": {}, "backward": [], "fp8": [], "launches": []}
+found = {"template": [], "decode": [], "gluon": {}, "backward": [], "fp8": [], "linear": {}}
+found["launches"] = []
 
 # --- a function that is given to a kernel
 
@@ -107,6 +108,19 @@ for head_dim in (64, 128):
     names = "m64n128k32.f32.e4m3.e4m3", f"m64n{head_dim}k32.f32.e4m3.e4m3", "bfly"
     found["fp8"].append([machine_code(built[-1])[1], *map(ptx.count, names)])
     built.clear()
+
+# --- the matrices of a decode step
+
+linear.starts_early = lambda device: {"EARLY": True, "launch_pdl": True}
+run = linear._linear.run
+linear._linear.run = lambda *rest, warmup, **named: built.append(run(*rest, warmup=True, **named))
+weight, gain = torch.empty(4096, 768).bfloat16(), torch.empty(768).bfloat16()
+for rows in (1, 8, 64):
+    x, y = torch.empty(rows, 768).bfloat16(), torch.empty(rows, 2048).bfloat16()
+    linear.linear(x, weight, y, gain, 1e-5, swiglu=True)
+    ptx = built[-1].asm["ptx"]
+    names = "mma.sync", "wgmma.mma_async", "griddepcontrol.wait"
+    found["linear"][rows] = [machine_code(built.pop())[1], *(name in ptx for name in names)]
 
 # --- a second launch, which takes the cache: everything but the compiler and the GPU is real
 
@@ -209,6 +223,14 @@ def test_fp8_does_not_spill_and_weights_reach_the_second_product_in_their_thread
     # Twice, with and without a mask: S takes head_dim / 32 instructions and O 128 / 32. Numbers
     # change their threads only for the maximum and the sum of two rows, in two steps each.
     assert compiled["fp8"] == [[0, 2 * 2, 2 * 4, 16], [0, 2 * (4 + 4), 2 * (4 + 4), 16]]
+
+
+def test_a_decode_steps_matrices_wait_for_their_input_and_batches_use_tensor_cores(compiled):
+    assert compiled["linear"] == {
+        "1": [0, False, False, True],
+        "8": [0, True, False, True],
+        "64": [0, False, True, True],
+    }
 
 
 def test_a_cached_launch_passes_the_arguments_of_the_first_one(compiled):

@@ -26,7 +26,7 @@ CHOSEN = {
     "too large": replace(DDP, preset="1x6400000000"),
     "of four": Case("single", **TINY, world=4),
 }
-RING = sequence_parallel.Case("tiny", 256, rung=3)
+RING = sequence_parallel.Case("tiny", 256, savings=3)
 
 
 def measured():

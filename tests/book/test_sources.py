@@ -1,4 +1,4 @@
-"""What the book is made of: pages gathered with their links, notebooks made into pages."""
+"""Sources of the book: pages gathered with their links, notebooks made into pages."""
 
 import json
 

@@ -115,7 +115,7 @@ def violations(page, rules=None):
 
 
 def fits(page, width):
-    """What is wrong with a page in a window of that width; hints and answers are unfolded."""
+    """Return the faults of a page in a window of that width; hints and answers are unfolded."""
     page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
     page.evaluate("document.querySelectorAll('img').forEach((one) => (one.loading = 'eager'))")
     page.wait_for_function("[...document.images].every((one) => one.complete)")

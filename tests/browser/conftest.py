@@ -65,7 +65,7 @@ def make_lab(project, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lab(make_lab):
-    """What `make lab` started.  Kernels end with the file of tests: each holds half a gigabyte."""
+    """The program that `make lab` started; its kernels (half a gigabyte each) end with the file."""
     yield make_lab
     make_lab.end_kernels()
 

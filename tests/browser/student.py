@@ -1,4 +1,4 @@
-"""What a student does in JupyterLab, with mouse and keyboard, and what they then see.
+"""Actions of a student in JupyterLab, with mouse and keyboard, and what the screen then shows.
 
 Cells are found by a piece of their text. Whatever can be seen is read from the page. Only which
 cells have run is asked of JupyterLab itself: a long notebook does not show all of its cells.
@@ -51,7 +51,7 @@ class Cell:
     outputs: list
 
     def errors(self):
-        """What it failed with."""
+        """The error that it failed with."""
         return [f"{o['ename']}: {o['evalue']}" for o in self.outputs if o["output_type"] == "error"]
 
 

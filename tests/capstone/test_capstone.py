@@ -26,7 +26,7 @@ def capstone(project):
 
 @pytest.fixture
 def copy(capstone, tmp_path):
-    """What `cp -r capstone/template work/capstone` makes."""
+    """The folder that `cp -r capstone/template work/capstone` makes."""
     return shutil.copytree(capstone / "template", tmp_path / "capstone")
 
 

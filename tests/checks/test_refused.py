@@ -120,7 +120,7 @@ cast the result
     out.to(dtype) -> out.float()
 rounded on the way
     for part, part_lse in parts: -> for part, part_lse in parts:\n        out = out.to(dtype).double()
-stays float32
+must stay float32
     out.to(dtype), lse -> out.to(dtype), lse.to(dtype)
 were still in memory
     iter(parts) -> iter(list(parts))
@@ -272,7 +272,7 @@ HALVES = {
     "detached": (("q.to(dtype)", "q.detach().to(dtype)"), "no gradient reaches q"),
     "all detached": (("v.to(dtype)).to", "v.to(dtype)).detach().to"), "cut off"),
     "float16": (("dtype = half_dtype(q, k, v)", "dtype = torch.float16"), "not computed in bfloat16"),
-    "range ignored": (("half_dtype(q, k, v)\n", "torch.promote_types(q.dtype, k.dtype) if torch.bfloat16 in (q.dtype, k.dtype) else torch.float16\n    dtype = torch.bfloat16 if v.dtype == torch.float16 else dtype\n"), "all are finite"),
+    "range ignored": (("half_dtype(q, k, v)\n", "torch.promote_types(q.dtype, k.dtype) if torch.bfloat16 in (q.dtype, k.dtype) else torch.float16\n    dtype = torch.bfloat16 if v.dtype == torch.float16 else dtype\n"), "inputs are finite"),
     "bfloat16": (("dtype = half_dtype(q, k, v)", "dtype = torch.bfloat16"), "in bfloat16"),
     "not cast": (("dtype = half_dtype(q, k, v)", "dtype = torch.float32"), "cast q, k and v"),
     "causal": (("v.to(dtype))", "v.to(dtype), causal=True)"), "It is causal"),

@@ -202,7 +202,7 @@ def test_the_notebooks_rotation_passes_at_any_position():
 
 
 def test_right_ways_in_float16_pass_whatever_inputs_are_drawn():
-    """Of few entries, the reference's own error is now and then tiny by luck."""
+    """With few entries, the reference's own error is sometimes tiny by luck."""
 
     def by_hand(q, k, v, mask):
         scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)

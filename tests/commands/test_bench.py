@@ -84,7 +84,7 @@ def test_verdicts_and_advice_follow_from_the_first_rule_that_applies():
         (Case("sdpa_flash", 4096, dtype="float32"), {"sms": 132}, "tensor cores idle"),
         (Case("sdpa_flash", 4096, dtype="bfloat16"), {"sms": 9, "ms": 0.01}, "too short"),
         (Case("sdpa_flash", 64, dtype="bfloat16"), {"sms": 132}, "too few blocks"),
-        (Case("sdpa_flash", 4096), {"best": (0.5, "fa4")}, "take fa4"),
+        (Case("sdpa_flash", 4096), {"best": (0.5, "fa4")}, "use fa4"),
         (Case("sdpa_flash", 4096), {"share": 0.7}, "little is left"),
         (Case("sdpa_flash", 4096), {"bound_by": "memory"}, "fewer key/value heads"),
         (Case("sdpa_flash", 64), {}, "short sequences"),

@@ -42,9 +42,9 @@ REFUSED = {
     f"{TRAIN} --processes 2": "--processes goes with --parallel ddp, fsdp or ring",
     f"{DDP} --contiguous": "--contiguous goes with --parallel ring",
     f"{RING} --cpu-offload": "--cpu-offload goes with --parallel fsdp",
-    f"{TRAIN} --parallel ring": "how many processes?",
-    f"{RING} --policy bfloat16": "neither --policy nor float16",
-    f"{RING} --dtype float16": "neither --policy nor float16",
+    f"{TRAIN} --parallel ring": "say how many processes",
+    f"{RING} --policy bfloat16": "neither with --policy nor with float16",
+    f"{RING} --dtype float16": "neither with --policy nor with float16",
     f"{RING} --data source": "packs several documents into a sequence",
     f"{RING} --attention sdpa_flash": "--attention 'sdpa_flash': a ring has auto, ",
     f"{DDP} --attention flesh": "flesh",
@@ -66,4 +66,4 @@ def test_torchrun_has_chosen_the_number_of_processes():
     assert "torchrun has started 4 processes: leave --processes out" in str(done.exception)
     if not torch.cuda.is_available():
         done = program(*DDP.split(), "--device", "cuda", ok=False)
-        assert "--device cuda: each rank needs a GPU, and none is there" in str(done.exception)
+        assert "--device cuda: each rank needs a GPU, but PyTorch finds 0" in str(done.exception)

@@ -1,4 +1,4 @@
-"""How far a student is: read off saved notebooks, and asked in a running kernel."""
+"""A student's progress: read from saved notebooks, and shown in a running kernel."""
 
 import json
 

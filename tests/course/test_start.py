@@ -16,7 +16,7 @@ def work(tmp_path):
 
 
 def edit(copy):
-    """What a student does: write an answer and save."""
+    """Write an answer and save, as a student does."""
     notebook = json.loads(copy.read_text())
     notebook["cells"][2]["source"] = "def square(x):\n    return x**2"
     copy.write_text(json.dumps(notebook))

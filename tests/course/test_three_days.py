@@ -1,4 +1,4 @@
-"""How far a student is on the three-day path: exercises and ticks, day by day, and what is next."""
+"""Progress on the three-day path: exercises and ticks, day by day, and the next step."""
 
 import pytest
 from typer.testing import CliRunner

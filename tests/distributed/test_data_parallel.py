@@ -130,7 +130,7 @@ def refusals(info):
         diverged.head.weight[3, 3] = float("nan")
     ddp, fsdp, ring = train_with_ddp, train_with_fsdp, train_with_ring
     policy, float16 = {"policy": FlashAttentionConfig.bfloat16()}, {"autocast": torch.float16}
-    many = "gave the ranks [2, 1] micro-batches, and the settings say accumulation=1"
+    many = "gave the ranks [2, 1] micro-batches, but a rank may have at most 1"
     for message, how, model, batches, changes in (
         ("step 0: the loss is nan", ddp, diverged, stream(1), {}),
         (many, ddp, decoder(), share_of(stream(3), info), {}),

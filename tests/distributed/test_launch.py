@@ -105,7 +105,7 @@ def test_a_rank_that_ends_is_named_with_its_last_words():
 
 
 def test_a_rank_that_does_not_come_to_a_collective_is_named_and_where_it_is(tmp_path):
-    with pytest.raises(LaunchError, match="rank 1 of 2 did not come to a collective") as caught:
+    with pytest.raises(LaunchError, match="rank 1 of 2 did not reach a collective") as caught:
         launch(oversleep, (str(tmp_path / "pids"),), timeout=2)
     assert caught.value.rank == 1
     assert "in nap" in str(caught.value)  # where rank 1 was
@@ -131,7 +131,7 @@ def assert_gone(pids):
 
 
 def alive(pid):
-    """Whether a process runs; one that nobody has asked for its exit code does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

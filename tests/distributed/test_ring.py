@@ -276,7 +276,7 @@ def test_what_a_layer_sends_when_it_is_computed_again_is_counted(workers):
 
 
 def diary_of(rank, group, q, k, v):
-    """What a rank does in the forward, and in the backward, in order."""
+    """Return the operations of a rank in the forward and in the backward, in order."""
     diary = []
 
     class Watched(Ring):
@@ -385,7 +385,7 @@ def test_kernels_say_what_they_cannot_do():
     assert windowed["flash_torch"] == ordered["flash_torch"] == []
     assert any("windows" in reason for reason in windowed["native"])
     assert any("alibi" in reason for reason in windowed["native"])
-    assert any("log-sum-exp from outside" in reason for reason in plain["fa4"])
+    assert any("log-sum-exp of the whole ring" in reason for reason in plain["fa4"])
     assert any("any order" in reason for reason in ordered["cudnn"])
 
 

@@ -1,4 +1,4 @@
-"""What a ring will compute and send, known beforehand: checked against whole masks."""
+"""A ring's plan of computing and sending, checked against whole masks."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Which lines of a solved notebook are secret, and which files still hold one.
+"""Secret lines of a solved notebook, and the files that still contain one.
 
 A line is secret if it stands in a solution or a hidden test and says something: it holds at least
 four names or numbers, or 24 characters (`return out`, `m = m_new` and `else:` hold fewer). It is

@@ -44,7 +44,7 @@ def commands(text):
 
 
 def parse(name, *words):
-    """What the program makes of a command line before it acts; it exits where it refuses."""
+    """Parse a command line without running it; exit where the program refuses it."""
     command = typer.main.get_command(app).commands[name]
     try:
         return command.make_context(name, list(words)).params

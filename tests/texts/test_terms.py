@@ -65,6 +65,7 @@ def badly_opened(passage: texts.Passage) -> bool:
 
 
 def test_docstrings_open_with_a_noun_or_an_imperative():
-    passages = [passage for path in texts.sources() for passage in texts.docstrings(path)]
+    paths = [*texts.sources(), *sorted(texts.ROOT.glob("tests/**/*.py"))]
+    passages = [passage for path in paths for passage in texts.docstrings(path)]
     found = [f"{p.path}:{p.line}: {p.text[:60]}" for p in passages if badly_opened(p)]
     assert not found, "\n".join(found)

@@ -1,4 +1,4 @@
-"""What the chapters say runs: their code, their figures."""
+"""The chapters' code and figures run as written."""
 
 import contextlib
 import io

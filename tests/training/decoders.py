@@ -53,7 +53,7 @@ def shifted(batch, length):
 
 
 def loss_and_gradients(decoder, *args, **options):
-    """What `decoder(...)` returns, and the gradient of each parameter by its name."""
+    """Return the result of `decoder(...)` and the gradient of each parameter by its name."""
     decoder.zero_grad(set_to_none=True)
     loss = decoder(*args, **options)
     loss.backward()

@@ -96,7 +96,7 @@ def predict(case: Case, model: Model) -> Prediction:
     shares = {name: weight * parts[name] / ms for name, weight in fit.weights.items()}
     largest = sorted(shares, key=lambda name: -shares[name])
     text = ", ".join(f"{shares[n]:.0%} {_WORDS[n]}" for n in largest if shares[n] >= 0.005)
-    at_once = ", partly at once" if sum(shares.values()) > 1.02 else ""
+    at_once = ", partly overlapped" if sum(shares.values()) > 1.02 else ""
     because = f"{text}{at_once} ({rests})"
     return Prediction(ms, ms / factor, ms * factor, memory, because, model.device.specified)
 

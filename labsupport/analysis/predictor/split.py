@@ -4,10 +4,10 @@ A shape (everything that two cases share but backend and direction) goes to one 
 run's lengths the shortest, the middle and the longest calibrate, in both masks; the others are
 tested. On the CPU a larger batch and grouped heads are tested at every length and never calibrate.
 
-Held-out errors were looked at once: attention-h200, first split at 2048, showed that launches
-overlap with work. The model was changed, the run split again at its other middle length, and
-peers-h200:calls, which nobody had looked at, tested as well. The rule for the interval's width,
-which reads calibration shapes only, was settled after its coverage was seen.
+Held-out errors were used once to change the model: attention-h200, first split at 2048, showed that
+launches overlap with work. The run was then split again at its other middle length, and
+peers-h200:calls, which nobody had looked at, tested as well. The rule for the interval's width
+reads calibration shapes only, but was settled after its coverage on held-out shapes was known.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def theorem(sizes: Sizes, capacity: int) -> float:
 
 
 def elements_needed(algorithm: str, direction: str, sizes: Sizes) -> int:
-    """Elements that an algorithm holds at once at most, with these blocks."""
+    """Largest number of elements that an algorithm needs at a time, with these blocks."""
     br, bc, d = sizes.block_q, sizes.block_k, sizes.head_dim
     return max(
         (rows * br + cols * bc) * d + tiles * br * bc + vectors * br
@@ -107,7 +107,7 @@ def elements_needed(algorithm: str, direction: str, sizes: Sizes) -> int:
 def fitting_blocks(
     algorithm: str, direction: str, capacity: int, head_dim: int, *, power_of_two: bool = False
 ) -> tuple[int, int]:
-    """B_r and B_c that fit: the paper's rule, with everything counted that is held.
+    """B_r and B_c that fit: the paper's rule, counting everything in fast memory.
 
     The block that decides the traffic is as large as fits (of keys where those are outside, else of
     queries); the other has as many rows, but d at most.

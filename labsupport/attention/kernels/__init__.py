@@ -5,6 +5,7 @@
     backward       one program for each block of keys: dK, dV; one for each block of queries: dQ
     hopper         both passes for Hopper GPUs, with tiles fetched by the copy engine
     decode         one or a few queries against a long cache: programs share the keys
+    linear         the rest of a decode step: matrices times the newest token of each row
     forward_gluon, backward_gluon   both passes for Hopper GPUs once more, with different jobs for
                    groups of warps
     forward_fp8    the forward for Hopper GPUs in 8 bits, and the rounding before it

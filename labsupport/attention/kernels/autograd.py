@@ -9,7 +9,7 @@ directly, because an operator costs up to 0.2 ms of Python.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -45,14 +45,14 @@ def _is_hopper(device: torch.device) -> bool:
 
 def can_be_described(x: Tensor) -> bool:
     """Return whether the copy engine takes x: contiguous rows, and 16-byte steps between them."""
-    unit = 16 // x.itemsize
-    steps = [step for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(step > 0 and step % unit == 0 for step in steps)
-        and x.numel() > 0
-    )
+    return x.data_ptr() % 16 == 0 and _strides_fit(x.shape, x.stride(), x.itemsize)
+
+
+@lru_cache(4096)
+def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    steps = [step for size, step in zip(shape[:-1], strides, strict=False) if size > 1]
+    aligned = all(step > 0 and step * itemsize % 16 == 0 for step in steps)
+    return aligned and strides[-1] == 1 and 0 not in shape
 
 
 def forward(

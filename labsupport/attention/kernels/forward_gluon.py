@@ -532,5 +532,5 @@ def descriptor(x: Tensor, shape: list[int], steps: list[int], tile: list[int]) -
 
 @cache
 def tile_layout(tile: tuple[int, ...], dtype: gl.dtype) -> gl.NVMMASharedLayout:
-    """Return how a tile lies in shared memory."""
+    """Return the layout of a tile in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(list(tile), dtype)

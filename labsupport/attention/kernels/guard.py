@@ -1,4 +1,4 @@
-"""Outputs with room after their end, so that a store without a mask is noticed."""
+"""Outputs with room after their end, to detect a store without a mask."""
 
 import torch
 from torch import Tensor

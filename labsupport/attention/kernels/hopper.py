@@ -197,9 +197,8 @@ def launch_forward(
 ) -> None:
     """Fill out and lse, as `forward.launch` does."""
     config = tiling("forward", q.shape[3], q.dtype, hopper=True, keys=k.shape[1])
-    blocks = blocks_of(q, 0, config.block_q, geometry)
     tensors = {**_describe(config, {"Q": q, "O": out}, {"K": k, "V": v}), "LSE": lse}
-    _run(_hopper_fwd, tensors, q, k, geometry, config, blocks, scale, **row_strides(l=lse))
+    _run(_hopper_fwd, tensors, q, k, geometry, config, (q, config.block_q), scale, lse)
 
 
 def launch_backward(
@@ -213,26 +212,28 @@ def launch_backward(
     launch_preprocess(dout, out, lse, dlse, shift=rows[0], delta=rows[1])
 
     def run(
-        kernel: Any, config: KernelConfig, blocks: tuple[int, int], *outputs: dict[str, Tensor]
+        kernel: Any, config: KernelConfig, cut: tuple[Tensor, int], *outputs: dict[str, Tensor]
     ) -> None:
         of_queries, of_keys = outputs
         tensors = _describe(config, {"Q": q, "dO": dout, **of_queries}, {"K": k, "V": v, **of_keys})
         tensors["Rows"] = describe(rows, 1, config.block_q, plain=True)
-        _run(kernel, tensors, q, k, geometry, config, blocks, geometry.scale)
+        _run(kernel, tensors, q, k, geometry, config, cut, geometry.scale)
 
     keys = tiling("keys", head_dim, q.dtype, hopper=True)
-    run(_hopper_dkdv, keys, blocks_of(k, 0, keys.block_k, geometry), {}, {"dK": dk, "dV": dv})
+    run(_hopper_dkdv, keys, (k, keys.block_k), {}, {"dK": dk, "dV": dv})
     queries = tiling("queries", head_dim, q.dtype, hopper=True)
-    run(_hopper_dq, queries, blocks_of(q, 0, queries.block_q, geometry), {"dQ": dq}, {})
+    run(_hopper_dq, queries, (q, queries.block_q), {"dQ": dq}, {})
 
 
 def _run(
     kernel: Any, tensors: dict[str, Any], q: Tensor, k: Tensor, geometry: Geometry,
-    config: KernelConfig, blocks: tuple[int, int], scale: float, **more: int,
+    config: KernelConfig, cut: tuple[Tensor, int], scale: float, lse: Tensor | None = None,
 ) -> None:  # fmt: skip
     def rest() -> tuple[int, Arguments]:
-        return blocks[1], {
-            "scale": scale, "blocks": blocks[0], "D": q.shape[3], "LEFT": geometry.left >= 0,
+        blocks, programs = blocks_of(cut[0], 0, cut[1], geometry)
+        more = {} if lse is None else row_strides(l=lse)
+        return programs, {
+            "scale": scale, "blocks": blocks, "D": q.shape[3], "LEFT": geometry.left >= 0,
             "RIGHT": geometry.right >= 0, **more, **sizes(q, k, geometry), **constants(config),
         }  # fmt: skip
 

@@ -195,7 +195,7 @@ def block_sizes(rows: int, weight: Tensor, head_dim: int = 0) -> tuple[tuple[int
         block_n = (32 if n >= 2048 else 8) // weight.itemsize
         block_k = min(1024, triton.next_power_of_2(k))
     else:
-        block_n, block_k = 16 if n >= 2048 else 8, 256 // weight.itemsize
+        block_n, block_k = 32 if n >= 2048 else min(16, block_m // 2), 256 // weight.itemsize
     if head_dim:  # the largest power of two that divides it, at most
         block_n = min(block_n, head_dim & -head_dim)
     sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}

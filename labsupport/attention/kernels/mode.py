@@ -1,4 +1,4 @@
-"""Compiled or interpreted kernels: decided before Triton is imported, because Triton decides then.
+"""Compiled or interpreted kernels: chosen before Triton is imported, because Triton decides then.
 
 Triton reads TRITON_INTERPRET when a kernel is defined, its own library of kernels included. PyTorch
 imports Triton along the way, so `labsupport.attention` calls `settle` first.

@@ -1,4 +1,4 @@
-"""The forward pass as a template: its caller brings the update of (m, l, acc).
+"""The forward pass as a template: its caller supplies the update of (m, l, acc).
 
     for each tile of keys j:
         scores = Q_i K_j^T * scale * log2(e), -inf where a query may not see a key

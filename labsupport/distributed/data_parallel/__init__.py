@@ -4,7 +4,7 @@ run          what the two have in common: each rank's share of a step, the steps
 ddp          every rank holds everything; gradients are averaged once a step
 fsdp         every rank holds a part of everything; parameters come when a block needs them
 checkpoints  distributed checkpoints, which another number of ranks can read
-costs        bytes sent a step, bytes held by a rank
+costs        bytes sent per step, bytes stored by a rank
 """
 
 from labsupport.distributed.data_parallel.ddp import train_with_ddp

@@ -45,7 +45,7 @@ class DistributedCheckpoints:
 
     @contextmanager
     def in_use(self, *, fresh: bool) -> Iterator[None]:
-        """Keep other programs out, and delete what a killed run left; with `fresh`, all of it.
+        """Lock the folder, and delete what a killed run left; with `fresh`, delete all of it.
 
         Raises:
             CheckpointError: on rank 0, if another program trains here.

@@ -1,4 +1,4 @@
-"""Costs of data parallelism: bytes that a rank sends in a step, and bytes that it holds.
+"""Costs of data parallelism: bytes that a rank sends in a step, and bytes that it stores.
 
 An all-gather or a reduce-scatter of n bytes over W ranks sends (W-1)/W · n, an all-reduce twice
 that. DDP all-reduces the gradients; FSDP all-gathers the parameters twice and reduce-scatters the
@@ -53,7 +53,7 @@ def fsdp_bytes_sent(
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that one rank holds from step to step, activations not among them."""
+    """Bytes that one rank stores between steps, without activations."""
 
     parameters: int
     gradients: int
@@ -66,7 +66,7 @@ class StateBytes:
 
 
 def predict_state_bytes(parameters: int, *, ranks: int = 1, stage: int = 3) -> StateBytes:
-    """Predict what a rank holds of float32 parameters under AdamW, shared by `ranks`.
+    """Predict a rank's bytes for float32 parameters under AdamW, sharded over `ranks`.
 
     `stage` is ZeRO's: 1 shares AdamW's states, 2 the gradients, too, 3 all. Stage 0 is DDP: 16
     bytes a parameter. Stage 3 is FSDP, up to rounding: it cuts each tensor along its rows, and rows
@@ -84,7 +84,7 @@ def predict_state_bytes(parameters: int, *, ranks: int = 1, stage: int = 3) -> S
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Measure what this rank holds: of a sharded tensor its own part. Tied weights count once."""
+    """Measure the bytes that this rank stores: its part of sharded tensors, tied weights once."""
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = parameters, [p.grad for p in parameters], states

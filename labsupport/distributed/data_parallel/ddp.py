@@ -1,4 +1,4 @@
-"""DDP: every rank holds the whole model, and works on its own micro-batches.
+"""DDP: every rank stores the whole model, and works on its own micro-batches.
 
 All micro-batches of a step but the last run under no_sync(). In the last backward each bucket of
 gradients is all-reduced when it is complete (Li et al., PyTorch Distributed, arXiv 2006.15704,
@@ -39,7 +39,7 @@ class AllReduces:
 
 
 def counted_all_reduce(counter: AllReduces, bucket: dist.GradBucket) -> Future[Tensor]:
-    """DDP's communication hook: what it would do anyway (divide by W, all-reduce), counted.
+    """DDP's communication hook: its default (divide by W, all-reduce), counted.
 
     DDP reads these annotations, and takes no strings for them: this file must not import
     `annotations` from `__future__`.

@@ -1,4 +1,4 @@
-"""FSDP: every rank holds a W-th part of each tensor, and gets the rest when it needs it.
+"""FSDP: every rank stores a W-th part of each tensor, and gathers the rest when needed.
 
 The root (embedding, last norm, classifier) is kept from forward to backward, since the backward
 pass begins with it; each block is gathered for both. `set_requires_gradient_sync(False)`, FSDP2's

@@ -106,8 +106,8 @@ def deal(
     numbers, with_labels, all_labels, all_tokens = zip(*by_rank, strict=True)
     if max(numbers) > accumulation:
         raise ValueError(
-            f"batches({step}) gave the ranks {list(numbers)} micro-batches, and the settings say "
-            f"accumulation={accumulation}: that is the most that a rank may have"
+            f"batches({step}) gave the ranks {list(numbers)} micro-batches, but a rank may "
+            f"have at most {accumulation} (accumulation in the settings)"
         )
     if not sum(all_labels):
         raise ValueError(f"batches({step}) has no label to learn from, on any rank")
@@ -133,7 +133,7 @@ def check_settings(model: nn.Module, settings: TrainConfig) -> None:
         )
     if settings.autocast is torch.float16:
         raise ValueError(
-            "float16 needs loss scaling, which all ranks would have to agree on. Take "
+            "float16 needs loss scaling, which all ranks would have to agree on. Use "
             "autocast=torch.bfloat16, which needs none"
         )
 
@@ -188,7 +188,7 @@ def run_steps(
     stop: Callable[[], bool] | None = None,
     progress: bool = True,
 ) -> ParallelRun:
-    """Take all steps from where the folder's run ended.
+    """Run all steps, from the end of the folder's run on.
 
     Args:
         add_gradients: clears the gradients, runs a share's micro-batches forward and backward,
@@ -255,7 +255,7 @@ def run_steps(
 
 
 def clip_gradients(model: nn.Module, limit: float | None) -> float:
-    """Scale the gradients down to a total norm; return what it was, over all ranks' parts.
+    """Scale the gradients down to a total norm; return the old one, over all ranks' parts.
 
     If it is not finite they are left as they are.
     """

@@ -48,7 +48,7 @@ class RingCall:
     slopes: Tensor | None = None
 
     def block_pairs(self, distance: int) -> list[BlockPair]:
-        """Return what this rank computes with keys that have come `distance` ranks."""
+        """Return what this rank computes with keys from `distance` ranks away."""
         rank = self.ring.rank
         return self.plan.table[rank][self.plan.owner(rank, distance)]
 

@@ -198,7 +198,7 @@ def zigzag_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any)
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, options: RingOptions
 ) -> tuple[RingCall, AttentionCall, dict[str, tuple[str, ...]]]:
-    """Everything that can be said without the other ranks; raises what this rank refuses."""
+    """Checked arguments, without asking the other ranks; raises what this rank refuses."""
     slopes = options.alibi_slopes
     check_model_layout(q, k, v)
     check_window(options.window_size)

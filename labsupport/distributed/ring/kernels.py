@@ -76,7 +76,7 @@ class BlockKernel:
             reasons.append("adds dQ up in any order; flash_triton and flash_torch do not")
         if call.needs_grad and not self.has_backward():
             reasons.append(
-                "has no backward here that takes the log-sum-exp from outside: its forward only, "
+                "its backward cannot take the log-sum-exp of the whole ring: use it forward only, "
                 "under torch.no_grad()"
             )
         return reasons

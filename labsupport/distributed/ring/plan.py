@@ -1,6 +1,6 @@
 """The schedule of a ring: how far each rank's keys travel, known to all before anything is sent.
 
-`route` lists how far what a rank holds has come, step by step: (0, 1, 2, 3) is one full round of
+`route` lists how far a rank's keys have travelled, step by step: (0, 1, 2, 3) is one full round of
 four ranks. Under a window it is short: (0, 1) when each rank needs the keys of the one before, and
 (0, 1, -1) when it also needs those of the one after, which come the other way round. A hop that no
 later rank needs is left out: causal keys never go on to rank 0, which is half of all the traffic.
@@ -25,7 +25,7 @@ around the main diagonal only. A range beside it (low > 0, or high < 0) is one i
     q 3   . . . . .        <- sees none of them
     q 4   . . . . .
 
-There each query sees at least one key: no kernel is asked about empty rows.
+There each query sees at least one key, so no kernel gets empty rows.
 
 ALiBi adds -s * |delta - (j - i)|, while a kernel counts |j - i|. For keys before the queries it is
 -s * (delta + i - j): the kernel's own bias plus a constant where i >= j, and where i < j the

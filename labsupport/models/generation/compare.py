@@ -123,7 +123,7 @@ def compare_attention(
     chat: bool = False,
     repeats: int = 3,
 ) -> Comparison:
-    """Generate greedily under both kinds of attention, and say how far they agree.
+    """Generate greedily under both kinds of attention, and compare the results.
 
     Args:
         backends: as `set_attention` takes them; the first is the standard to judge by. The model
@@ -236,7 +236,7 @@ def prompt_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def oracle_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, str]:
-    """Return `prompt_logits` as exact as this device computes them, and in words how that was."""
+    """Return `prompt_logits` at this device's highest precision, and its name."""
     wide = torch.float64
     if model.device.type == "cuda" and model.dtype in (torch.float16, torch.bfloat16):
         wide = torch.float32  # exact enough to judge 16 bits, and fast on every GPU

@@ -14,7 +14,7 @@ import torch
 
 
 class MemorySampler:
-    """Watch a block for the memory that it takes beyond what was there at its start.
+    """Sampler of the memory that a block of code takes, beyond the memory at its start.
 
     Attributes, once the block has ended:
         peak_bytes, mean_bytes: beyond the start.

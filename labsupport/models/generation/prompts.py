@@ -98,13 +98,13 @@ class Sampler:
         """Return the likeliest token, or a random one."""
         if not self.temperature:
             return logits.argmax(-1)
-        scores = logits.float() / self.temperature
+        tokens = None
         if self.top_k is not None:
-            least = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
-            scores = scores.masked_fill(scores < least, -torch.inf)
+            logits, tokens = logits.topk(min(self.top_k, logits.shape[-1]), sorted=False)
+        p = (logits.float() / self.temperature).softmax(-1)
         # The first of exponential waiting times with rates p has probability p.
-        waits = torch.empty_like(scores).exponential_(generator=self.generator)
-        return (scores.softmax(-1) / waits).argmax(-1)
+        chosen = (p / torch.empty_like(p).exponential_(generator=self.generator)).argmax(-1)
+        return chosen if tokens is None else tokens.gather(-1, chosen[:, None])[:, 0]
 
 
 def batch_of(rows: Sequence[Sequence[int]], device: torch.device | str, pad: int = 0) -> Batch:
@@ -165,7 +165,7 @@ def encode(
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse what cannot continue a text.
+    """Refuse a model that cannot continue a text.
 
     Raises:
         ValueError: no causal language model, or one in training mode.
@@ -177,11 +177,11 @@ def check_model(model: PreTrainedModel) -> None:
             "of Transformers, such as LlamaForCausalLM (and no encoder-decoder)"
         )
     if model.training:
-        raise ValueError("the model is in training mode, and its dropout is active: model.eval()")
+        raise ValueError("the model is in training mode, with dropout: call model.eval()")
 
 
 def check_room(model: PreTrainedModel, batch: Batch, max_new_tokens: int) -> None:
-    """Refuse tokens that the model has no place for.
+    """Refuse more tokens than the model has positions.
 
     Raises:
         ValueError: a token beyond the rows of the embedding; a prompt that, with the new tokens, is

@@ -135,7 +135,7 @@ def _checked_mask(
     shape = (batch, 1, q_length, kv_length)
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise AttentionRefusedError(
-            "a CUDA graph would repeat this call with today's number of keys: use "
+            "a CUDA graph would repeat this call with the present number of keys: use "
             "labsupport.models.generation.cuda_graph, or run without a graph."
         )
     if isinstance(attention_mask, MaskDescription) and tuple(attention_mask.shape) == shape:
@@ -161,7 +161,7 @@ def _refuse_options(module: nn.Module, dropout: float, options: dict[str, Any]) 
     """Raise AttentionRefusedError for an option that changes the result and is not computed."""
     if dropout:
         raise AttentionRefusedError(
-            f"attention dropout of {dropout} in {_name(module)}: no backend has it. Build the "
+            f"attention dropout of {dropout} in {_name(module)}: no backend supports it. Build the "
             "model without it (attention_dropout, attn_pdrop or attention_probs_dropout_prob=0.0 "
             "in its config), or call model.eval()."
         )

@@ -1,7 +1,7 @@
 """A model's mask in a few numbers: never a tensor of N_q x N_k.
 
 Transformers calls a mask function once per forward (and kind of layer), before the first layer, and
-hands what it returns to every layer. Ours returns a `MaskDescription`: options of `attention` for
+passes its result to every layer. Ours returns a `MaskDescription`: options of `attention` for
 which bottom-right alignment gives exactly the pairs that the model's own mask allows.
 
     keys in memory    0 1 2 3 4 5 6 7          a cache of 8 slots (kv_length) that holds 3 tokens

@@ -122,7 +122,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Keep the log silent inside: for calls that repeat what it has named."""
+    """Log nothing inside: for calls that repeat logged ones."""
     log.disabled = True
     try:
         yield

@@ -30,13 +30,13 @@ def folder_of(name: str, parent: str | Path | None = None) -> Path:
 
 
 def note_of(folder: Path) -> dict[str, Any]:
-    """Return what a built folder was made from; empty for any other folder."""
+    """Return the origin of a built folder; empty for any other folder."""
     path = folder / NOTE
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def is_built(name: str, parent: str | Path | None = None) -> bool:
-    """Say whether the folder is there, complete, and made from today's package and recipe."""
+    """Return whether the folder is complete, and from the current package and recipe."""
     folder = folder_of(name, parent)
     note = note_of(folder)
     if (note.get("sha256"), note.get("recipe")) != (CATALOG[name].package.sha256, RECIPE):
@@ -116,7 +116,7 @@ def _ensure(model: Model, folder: Path, say: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let Transformers neither draw progress bars nor warn."""
+    """Silence Transformers' progress bars and warnings."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

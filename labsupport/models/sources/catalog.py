@@ -12,7 +12,7 @@ class Model:
     """A model that `load_model` knows by name.
 
     Attributes:
-        name, title: what to call it, and what it is.
+        name, title: its name, and a short description.
         hub_id: where its weights are, if its package has only the vocabulary: its id on the hub.
         package: the registry package with its weights, or with its vocabulary alone.
         note: what to know about the package's weights.

@@ -25,7 +25,7 @@ class Loaded:
     Attributes:
         name: what was asked for.
         model: a Transformers model in eval mode.
-        tokenizer: its tokenizer, which pads on the left; None if none lies beside the weights.
+        tokenizer: its tokenizer, which pads on the left; None if there is none beside the weights.
         source: one sentence: where the weights come from, and what to know about them.
     """
 
@@ -89,7 +89,7 @@ def load_model(
 
 
 def load_tokenizer(name: str | Path = "smollm2", *, download: bool = False) -> Any:
-    """Load the tokenizer of a model alone: for "gpt2" all that there is without the hub.
+    """Load only the tokenizer of a model; without the hub, "gpt2" has nothing else.
 
     Args:
         name: as in `load_model`; or a file: llama2.c's tokenizer.bin, a SentencePiece .model, or a
@@ -111,7 +111,7 @@ def load_tokenizer(name: str | Path = "smollm2", *, download: bool = False) -> A
 
 
 def _find(name: str | Path, download: bool, weights: bool = True) -> tuple[Path, str]:
-    """Return where a model lies, and that in words; fetch it if it is not there."""
+    """Return a model's path and a description of it; fetch it if it is missing."""
     path = Path(name).expanduser()
     if str(name) in ELSEWHERE:
         raise FileNotFoundError(ELSEWHERE[str(name)])

@@ -248,7 +248,7 @@ class Step:
         ]
 
     def _attention_backward(self) -> list[Part]:
-        temporary = self._attention_temporaries()
+        temporary, stream = self._attention_temporaries(), "T·w·r"
         if self.savings.head_chunk is not None:
             # A group computed again (its q, k, v are parts of one tensor; rotary positions make new
             # q and k), its output's gradient as one block, and its temporaries; or its gradients,
@@ -257,12 +257,13 @@ class Step:
             turned = "T·(h + g)·d·c" if self.config.positions == "rotary" else "0"
             group = ["T·(h + 2·g)·d·c", turned, "2·T·h·d·c", "T·h·4", *temporary]
             temporary = [f"max({' + '.join(group)}, T·((h + 2·g)·d·c + 2·w·r))"]
+            stream = "T·w·4"  # the groups' contributions are added up in float32
         return [
             *self.kept_by_blocks(with_mlp=False),
             *self._gradients("(L-K)·Wb", "V·w", "Wm"),
             self.part(COPIES, *self._block_copies),
             # The gradient of the stream, and of attention's output.
-            self.part(TEMPORARY, "T·w·r", "T·w·c", *temporary),
+            self.part(TEMPORARY, stream, "T·w·c", *temporary),
         ]
 
     def _attention_temporaries(self) -> list[str]:

@@ -1,7 +1,7 @@
 """A small model that has learned to find facts again: its texts, and its weights.
 
 The texts are those of `labsupport.training.facts`. `python -m benchmarks.recall` trains the model,
-and says how; here is what a notebook needs of it.
+and describes how; this module has what the notebook needs.
 """
 
 from __future__ import annotations

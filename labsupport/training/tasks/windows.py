@@ -63,7 +63,7 @@ def nll_by_window(model: Any, ids: Tensor, target: slice, windows: Sequence[int]
 
 @dataclass(frozen=True)
 class Repeat:
-    """A text in which a passage stands twice.
+    """A text that contains a passage twice.
 
     Attributes:
         ids: (1, N) int64.
@@ -109,6 +109,6 @@ def with_repeat(
     twice = tokens_of(tokenizer, passage, length)
     around = tokens_of(tokenizer, text, lead + distance - length)
     if tokenizer.decode(twice[0], skip_special_tokens=True).strip() in text:
-        raise ValueError("the text holds the passage already: take one from another file")
+        raise ValueError("the text holds the passage already: use one from another file")
     ids = torch.cat([around[:, :lead], twice, around[:, lead:], twice], dim=1)
     return Repeat(ids, slice(lead, lead + length), slice(lead + distance, lead + distance + length))

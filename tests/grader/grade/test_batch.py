@@ -86,15 +86,20 @@ def test_results_do_not_go_into_the_folder_of_submissions(grade_command, course)
     assert "choose another" in str(grade_command(out=course / "out").exception)
 
 
-def test_where_nothing_may_be_run_nothing_is_written(run_batch, tmp_path, settings, monkeypatch):
+def test_where_nothing_may_be_run_nothing_is_written(course, solved_folder, tmp_path, monkeypatch):
     for cached in (sandbox.wall_missing, sandbox.confinement_missing):
         cached.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no bubblewrap
-    with pytest.raises(RuntimeError, match=r"not installed.*trusted submissions only"):
-        run_batch(settings=replace(settings, unconfined=False))
+    words = ["grade", course, "--out", tmp_path / "out", "--notebooks", solved_folder]
+    said = CliRunner().invoke(app, [str(word) for word in words])
 
-    assert read_results(tmp_path / "out") == []
+    assert "trusted submissions only" in str(said.exception)
+    assert not (tmp_path / "out").exists()
     sandbox.wall_missing.cache_clear()
+
+
+def test_one_students_folder_is_not_taken_for_a_class_unnoticed(grade_command):
+    assert "One student, joe. For a class, name the folder of all" in grade_command().output
 
 
 def test_a_line_that_was_cut_off_costs_that_line_only(tmp_path):

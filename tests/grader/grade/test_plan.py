@@ -80,7 +80,7 @@ def test_two_cells_of_one_exercise_run_both_and_carry_a_flag(plan, solved_folder
         ("import torch\nfrom a.b import c as d\ntorch.x(d)", "torch d", "torch d"),
         ("@jit\ndef f(): pass", "jit", "f"),
         ("def f():\n    global n\n    n = 1", "", "f n"),
-        ("%time x = square(3)", "get_ipython", ""),
+        ("y = %time square(3)\n%time x = cube(3)\n!ls\n?torch", "square cube", "x y"),
         ("x = await sleep(y)", "sleep y", "x"),
         ("no python here", "", ""),
         ("(" * 5000, "", ""),

@@ -1,6 +1,7 @@
 """Programs in the sandbox: a few cells of Python stand for a submission."""
 
 import dataclasses
+import platform
 import sys
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ limited = pytest.mark.skipif(
 )
 # Each call says what it gave, or the name of the exception that it raised.
 TRIED = """
-import os, socket, subprocess, threading
+import ctypes, mmap, os, socket, subprocess, threading
 
 def attempt(do):
     try:
@@ -49,6 +50,10 @@ def f():
         "a thread": start_a_thread,
         "memory as a file": lambda: os.memfd_create("x"),
         "hidden memory": lambda: write("/proc/self/clear_refs", 1),
+        "forgotten memory": lambda: mmap.mmap(-1, 4096).madvise(20),
+        "freed memory": lambda: mmap.mmap(-1, 4096, mmap.MAP_PRIVATE).madvise(8),
+        "returned memory": lambda: mmap.mmap(-1, 4096).madvise(mmap.MADV_DONTNEED),
+        "keys": lambda: ctypes.CDLL(None).syscall(KEYS, 0, -3, 0),
         "the packages": lambda: write("/usr/new", 1),
         "the root": lambda: write("/new", 1),
         "devices": lambda: write("/dev/shm/new", 1),
@@ -62,7 +67,9 @@ def f():
 @walled
 def test_a_submission_reaches_nothing_but_python_and_a_small_folder(settings, project, monkeypatch):
     monkeypatch.setenv("COURSE_TOKEN", "secret")
+    keys = 250 if platform.machine() == "x86_64" else 219
     paths = f"HOME, NOTEBOOKS = {str(Path.home() / '.ssh')!r}, {str(project / 'notebooks')!r}"
+    paths += f"; KEYS = {keys}"
     steps = [
         Step("while True:\n    pass"),
         Step("!touch made\n%time x = 3\nimport os\nmade = os.path.exists('made')"),
@@ -86,6 +93,10 @@ def test_a_submission_reaches_nothing_but_python_and_a_small_folder(settings, pr
         "a thread": None,
         "memory as a file": "PermissionError",
         "hidden memory": "OSError",
+        "forgotten memory": "PermissionError",
+        "freed memory": "PermissionError",
+        "returned memory": None,
+        "keys": -1,
         "the packages": "OSError",
         "the root": "OSError",
         "devices": "OSError",

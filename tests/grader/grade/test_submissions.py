@@ -115,10 +115,13 @@ def test_a_zip_in_a_students_zip_is_not_opened(submissions, solved_folder, noteb
     (submissions / "ada.zip").write_bytes(bomb)
     (submissions / "eve.zip").write_bytes(zipped({"huge.ipynb": b" " * (MAX_BYTES + 1)}))
 
-    ada, eve = found(submissions, solved_folder)
+    (submissions / "joe.zip").write_bytes(zipped({f"{n}.ipynb": b"" for n in range(10_001)}))
+
+    ada, eve, joe = found(submissions, solved_folder)
 
     assert ada.refused == "it is a zip in a zip"
     assert "MiB" in eve.refused
+    assert "10,000 files" in joe.refused
 
 
 def test_one_notebook_alone_is_one_students(submissions, solved_folder):

@@ -1,4 +1,4 @@
-"""Which results count, and which diagnoses are the same."""
+"""Choice of the results that count, and grouping of equal diagnoses."""
 
 import pytest
 

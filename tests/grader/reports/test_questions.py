@@ -1,4 +1,4 @@
-"""What was asked, as the instructor's notebook says it."""
+"""Questions in the words of the instructor's notebook."""
 
 import pytest
 

@@ -26,7 +26,7 @@ def check_cells_edited(work: Copy) -> None:
 
 @hostile(attention=0)
 def check_cells_deleted(work: Copy) -> None:
-    """No check, no failure?"""
+    """Leave out the checks: without a check there may be no failure."""
     work.solve().write("attention", WRONG)
     for cell in work.checks("attention"):
         work.notebook.cells.remove(cell)
