@@ -1573,8 +1573,9 @@ plotting.plot_scaling(
 # %% [markdown]
 # This was recorded on four H200s connected by NVLink (`labsupport ring bench`), with several kernels for the blocks. Zigzag is far
 # better than contiguous shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first, so it hides
-# nothing. The rest is lost to messages: they take multiprocessors and memory bandwidth from the computation ([chapter
-# 11](../theory/11-several-devices.md#when-a-hop-hides) compares with a prediction).
+# nothing. The rest is lost to messages: NCCL takes multiprocessors and memory bandwidth from the computation. Today the
+# ring sends by the GPUs' copy engines instead. On two H200s messages then add 3 to 7% to the time of the cuDNN ring ([chapter
+# 11](../theory/11-several-devices.md#when-a-hop-hides), also with a prediction).
 #
 # For data parallelism, each rank computes as much as one device alone, and efficiency 1 means that $W$ devices are $W$ times as fast.
 # On the same GPUs DDP reaches 94 to 97%, and FSDP 84 to 91%; under FSDP each rank stores a $W$-th of the state

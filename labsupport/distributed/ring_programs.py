@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -365,13 +365,6 @@ ON_GPU = (
 )
 ON_CPU = ("native", "flash_torch")
 DIRECTIONS = ("forward", "forward+backward")
-COLUMNS = [
-    *("world", "layout", "implementation", "transport", "seqlen_per_rank", "heads", "kv_heads"),
-    *("head_dim", "dtype", "direction", "status", "reason"),
-    *("median_ms", "q1_ms", "q3_ms", "repeats", "iterations_per_s", "tflops"),
-    *("single_ms", "efficiency", "of_native", "without_messages_ms"),
-    *("peak_memory_bytes", "single_peak_memory_bytes", "memory_growth", "sent_bytes"),
-]
 FEWEST, MOST = 3, 1000  # repeats
 STATUS = {  # by the error; other errors: "failed"
     "OutOfMemoryError": "out of memory",
@@ -393,6 +386,14 @@ class Case:
     head_dim: int
     dtype: str
     direction: str
+
+
+COLUMNS = [
+    *("world", *(field.name for field in fields(Case)), "status", "reason"),
+    *("median_ms", "q1_ms", "q3_ms", "repeats", "iterations_per_s", "tflops"),
+    *("single_ms", "efficiency", "of_native", "without_messages_ms"),
+    *("peak_memory_bytes", "single_peak_memory_bytes", "memory_growth", "sent_bytes"),
+]
 
 
 @contextmanager

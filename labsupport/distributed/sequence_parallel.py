@@ -6,14 +6,9 @@ weights and states are whole.
 Source: Li et al., "Sequence Parallelism: Long Sequence Training from System Perspective"
 (arXiv 2105.13120), section 3; with a ring of FlashAttention's blocks, arXiv 2310.01889.
 
-SHARDS. Every rank is given the whole sequence, and cuts its shard from it. Before the cut:
-
-    labels      are shifted, since that of a shard's last token is on another rank. (A model that
-                shifts labels itself would lose one for each chunk, and with zigzag shards give
-                chunk r's last token the first one of chunk 2W - 1 - r.)
-    positions   are counted, or each rank would count from 0.
-    fillers     are added at the end, 2W - 1 at most, to a length that the ranks cannot share: no
-                token sees a later one, and fillers have no labels.
+SHARDS. Every rank is given the whole sequence, and cuts its shard from it. Before the cut labels
+are shifted and positions counted (theory chapter 11), and fillers without labels are added at the
+end, 2W - 1 at most, to a length that the ranks can share: no token sees a later one.
 
 THE LOSS of a step is the mean over all N labels. Each rank returns its own term of it, and runs its
 backward pass; where the terms depend on other ranks' tokens (through K and V) the ring's brings dK

@@ -138,7 +138,7 @@ def test_under_fsdp_the_first_gather_and_the_last_reduction_are_exposed():
 
 
 def test_rings_that_were_measured_come_near_to_their_prediction_and_are_not_faster():
-    """Four H200, and the memory's rate from data/hardware.csv."""
+    """Four and two H200, and the memory's rate from data/hardware.csv."""
     table = load_run("ring-h200")
     (rate,) = (spec.bandwidth_gb_s for spec in read_specs() if spec.name == "H200")
     # Neither are compared: what failed, and one device alone.
@@ -149,6 +149,9 @@ def test_rings_that_were_measured_come_near_to_their_prediction_and_are_not_fast
     assert len(beside) == 32
     assert beside.ratio.between(1.0, 1.6).all()
     assert beside.ratio.median() < 1.07
+    two = check_against(load_run("ring-two-h200"), memory_gb_s=rate)  # by copy engines, too
+    assert len(two) == 24
+    assert two.ratio.between(0.95, 1.1).all()
     assert (beside.efficiency * beside.ratio).tolist() == pytest.approx(
         beside.predicted_efficiency.tolist()
     )

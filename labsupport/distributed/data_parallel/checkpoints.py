@@ -6,10 +6,8 @@
         run.json             the steps done, the run's configuration, the history
     partial-000300/          being written, or left by a killed run
 
-Tensors go by the names of the parameters, whether the model is whole, in DDP or sharded; when
-`torch.distributed.checkpoint` loads, a rank reads those rows that it needs now. So what DDP saved
-on two ranks, FSDP can load on eight. A checkpoint gets its name when all ranks have written theirs.
-The folder must be one that all ranks see.
+Tensors go by the names of the parameters, and a rank loads those rows that it needs now: what DDP
+saved on two ranks, FSDP can load on eight. The folder must be one that all ranks see.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ The root (embedding, last norm, classifier) is kept from forward to backward, si
 pass begins with it; each block is gathered for both. `set_requires_gradient_sync(False)`, FSDP2's
 no_sync(), puts off the reduce-scatter. `costs` has the bytes, theory chapter 11 the schedule.
 
-Ranks may have sequences of different lengths, also with compiled blocks (two CPU ranks, PyTorch
-2.13, 32 to 224 tokens: gradients as in one process, compiled to 2e-7). All ranks wait while one
-compiles: 47 s at the first length, 23 s at the second, nothing from the third on. With
-`dynamic=False` each length is compiled, until `recompile_limit` (8) makes a block run uncompiled.
+Ranks may have sequences of different lengths; with `dynamic=False` each length is compiled, until
+`recompile_limit` (8) makes a block run uncompiled.
 """
 
 from __future__ import annotations
@@ -120,6 +118,15 @@ def train_with_fsdp(
         options: as for `train_with_ddp`. The two can go on from each other's checkpoints.
 
     Raises: as `train_with_ddp` and `shard`.
+
+    >>> from labsupport.training import Decoder, DecoderConfig, TrainConfig, batches
+    >>> from labsupport.distributed.data_parallel import share_of
+    >>> info, model = setup_ddp(), Decoder(DecoderConfig.preset("tiny"))
+    >>> stream = share_of(batches([list(range(200))], 64, end_token=256), info)
+    >>> run = train_with_fsdp(model, stream, TrainConfig(steps=2), cpu_offload=True, progress=False)
+    >>> len(run.history)
+    2
+    >>> cleanup_ddp()
     """
     info = RankInfo.current()
     check_settings(model, settings)

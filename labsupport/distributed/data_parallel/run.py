@@ -8,9 +8,8 @@ WEIGHTS. The step's loss is the mean over ALL N labels of all ranks' micro-batch
 labels (theory chapter 11, uneven ranks).
 
 UNEVEN INPUTS. A collective needs every rank. So the ranks first tell one another what they have;
-then a rank that has too few computes empty micro-batches, of one token and with the weight 0. DDP
-needs one per step, since it only communicates in the last backward pass; FSDP as many as the
-busiest rank has, since it gathers parameters for each.
+then a rank that has too few computes empty micro-batches of weight 0: DDP needs one per step, FSDP
+as many as the busiest rank has.
 """
 
 from __future__ import annotations

@@ -157,12 +157,26 @@ def ring_attention(
 
 
 def ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`ring_attention` of contiguous shards, its default."""
+    """`ring_attention` of contiguous shards, its default.
+
+    >>> info = setup_ddp()
+    >>> q = k = v = torch.randn(1, 16, 4, 8)  # this rank's shard
+    >>> ring_flash_attn_func(q, k, v, causal=True).shape
+    torch.Size([1, 16, 4, 8])
+    >>> cleanup_ddp()
+    """
     return ring_attention(q, k, v, **options)
 
 
 def triton_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`ring_attention` of contiguous shards by the lab's own Triton kernels."""
+    """`ring_attention` of contiguous shards by the lab's own Triton kernels.
+
+    >>> info = setup_ddp()
+    >>> q = k = v = torch.randn(1, 16, 2, 16)  # this rank's shard
+    >>> triton_ring_flash_attn_func(q, k, v, causal=True).shape
+    torch.Size([1, 16, 2, 16])
+    >>> cleanup_ddp()
+    """
     options.setdefault("kernel", "flash_triton")
     return ring_attention(q, k, v, **options)
 

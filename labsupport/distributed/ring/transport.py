@@ -16,9 +16,8 @@ barriers of all ranks, each a kernel of one block, frame the copies of a step:
     copy stream       barrier | copy, copy           barrier |
     compute stream    attention of this step ..................| attention of the next step ...
 
-After the first one, all ranks have finished with the step before, and slots may be overwritten.
-After the second one, all messages of this step have arrived. It is posted after the compute: if a
-GPU has one queue for all streams, the compute would wait for the copies otherwise.
+After the first one, slots may be overwritten; after the second, all messages of this step have
+arrived. It is posted after the compute, which would wait for it if all streams share one queue.
 """
 
 from __future__ import annotations
