@@ -2230,6 +2230,7 @@ plotting.plot_rescalings(
     small_print="counted with lazy_update: 512 queries in 16 warps, 63 tiles of 64 keys",
 )
 
+
 # %% [markdown]
 # Without a threshold a row's maximum rises less than four times, but a warp rescales in two tiles of three, because
 # nearly always one of its 32 rows needs it. With 8, random scores of the usual size never need it; those 8 times as large need it
