@@ -18,7 +18,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,11 @@ def in_chunks(fn: Callable[[Tensor], Tensor], x: Tensor, size: int | None) -> Te
     # split, and not slices: the backward of each slice would fill a tensor of the full size.
     parts = x.split(size, dim=-2)
     if torch.is_grad_enabled():
-        return torch.cat([checkpoint(fn, part, use_reentrant=False) for part in parts], dim=-2)
+        kind = x.device.type
+        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        # From one cached copy of a weight, all chunks' gradients would be added up in 16 bits.
+        with torch.autocast(kind, cache_enabled=False) if on else nullcontext():
+            return torch.cat([checkpoint(fn, part, use_reentrant=False) for part in parts], dim=-2)
     return torch.cat([fn(part) for part in parts], dim=-2)
 
 

@@ -100,8 +100,9 @@ def memory(panels):
         f"{first / last:.0f}",
         "Lines and bars: computed by labsupport.training.planner. GPT-2 small's shape (124M, "
         "rotary positions), batch 1, bfloat16 autocast, AdamW, on a GPU.\n"
-        "Each remedy on top of those before it. Dots: what ran in 16 GiB (data/runs/context-16gib-*) "
-        "and on a whole card (million-h200), on an H200; the last remedy on an H100.",
+        "Each remedy on top of those before it. Dots: what ran in 16 GiB "
+        "(data/runs/context-16gib-*),\nand on a whole card (million-h200); on an H200, the last "
+        "remedy on an H100.",
     )
 
 
