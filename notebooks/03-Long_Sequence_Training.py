@@ -9,9 +9,9 @@
 # %% [markdown]
 # # 3 · Training on long sequences
 #
-# ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
+# ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, with a 16-bit stream beyond 400K, and with host memory beyond a million; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
 #
-# The same model in the same 16 GiB takes 4,096 tokens at first and several hundred thousand in the end. In this
+# The same model in the same 16 GiB takes 4,096 tokens at first and a million in the end. In this
 # notebook you write what makes the difference.
 #
 # **After this notebook you can**
@@ -747,15 +747,16 @@ fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 
 # %% [markdown]
 # By the plan, the same GPU takes a hundred times as many tokens. Is it true? The dots were measured on an H200 whose
-# allocator was limited to 16 GiB (`context-16gib-short-h200`, `context-16gib-long-h200`); `million-h200` uses the whole
-# card:
+# allocator was limited to 16 GiB (`context-16gib-short-h200`, `context-16gib-long-h200`,
+# `context-16gib-million-h200`); `million-h200` uses the whole card:
 #
-# ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
+# ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, with a 16-bit stream beyond 400K, and with host memory beyond a million; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
 #
 # Transformers' GPT-2 with plain eager attention reaches 3,072 tokens there, and 18,432 in its best setting
 # (`context-16gib-plain-h200`); a bfloat16 stream reaches 376,832. The plan promises up to a third more than what ran: it
 # counts tensors, while the limit counts everything that the allocator has reserved, and the search went in steps of
-# 1,024 tokens. A step that fits may still take too long: time grows with $N^2$, and the million takes four minutes.
+# 1,024 tokens. With heads in groups and host memory, a **million tokens** train in 16 GiB. A step that fits may still take
+# too long: time grows with $N^2$, and the million takes three minutes.
 
 # %% [markdown]
 # ## 3.7 · Many documents, one sequence

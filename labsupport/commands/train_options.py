@@ -213,6 +213,10 @@ def plan(run: Prepared, device: torch.device) -> str:
     saved = "each block's input is stored" if savings.checkpoint else "all activations are stored"
     if savings.residual is not None:
         saved += f", residual stream in {short(savings.residual)}"
+    if savings.head_chunk is not None:
+        saved += f", {savings.head_chunk} key heads at a time"
+    if savings.offload:
+        saved += ", the host's memory"
     for part, chunk in (("MLP", savings.mlp_chunk), ("loss", savings.loss_chunk)):
         saved += f", {part} at once" if chunk is None else f", {part} in chunks of {chunk:,} tokens"
     return (
@@ -256,7 +260,7 @@ def out_of_memory(error: BaseException, run: Prepared) -> str:
         "--mlp-chunk 4096: the MLP's wide tensors for some tokens": savings.mlp_chunk is not None,
         "--dtype bfloat16: activations of two bytes, not four": low,
         "--residual bfloat16: half between blocks": savings.residual or settings.policy,
-        "--head-chunk 1: queries, keys, values of some heads": savings.head_chunk is not None,
+        "--head-chunk 2: queries, keys, values of some heads": savings.head_chunk is not None,
         "--offload, on a GPU: moves what blocks store to host memory": savings.offload,
         f"--length {max(run.length // 2, 1)}, or a smaller --preset": False,
     }

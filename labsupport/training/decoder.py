@@ -29,7 +29,7 @@ from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
 from labsupport.precision.losses import compute_loss
 from labsupport.training.config import DecoderConfig, MemoryOptions
-from labsupport.training.memory import HostStore, SharedGradient, chunked_cross_entropy, in_chunks
+from labsupport.training.memory import HostStore, chunked_cross_entropy, in_chunks, shared_gradient
 
 # Turns queries or keys by their tokens' positions; None where positions are learned.
 Turn = Callable[[Tensor], Tensor] | None
@@ -207,7 +207,7 @@ class Block(nn.Module):
         if savings.head_chunk is None:
             change = self.attention(self.attention_norm(x), turn, cu_seqlens, savings.attention)
         else:
-            norm, use = self.attention_norm, SharedGradient.of(x)
+            norm, use = self.attention_norm, shared_gradient(x)
             change = self.attention.in_groups(use, norm, turn, cu_seqlens, savings, store)
             x = use()  # made last, it comes first in the backward pass
         x = _add(x, change)

@@ -2,6 +2,7 @@
 
 in_chunks               a function of single tokens, such as an MLP, for some of them at a time (Liu
                         and Abbeel, arXiv 2305.19370)
+shared_gradient         a tensor whose uses' gradients are added up in float32
 HostStore               stored activations wait in the host's memory (Rajbhandari et al., arXiv
                         2104.07857, section 5.1)
 chunked_cross_entropy   a loss that never has all the logits: theory/07-long-context.md derives it.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,28 +60,30 @@ def in_chunks(fn: Callable[[Tensor], Tensor], x: Tensor, size: int | None) -> Te
     # split, and not slices: the backward of each slice would fill a tensor of the full size.
     parts = x.split(size, dim=-2)
     if torch.is_grad_enabled():
-        return torch.cat([checkpoint(fn, part, use_reentrant=False) for part in parts], dim=-2)
+        kind = x.device.type
+        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        # From one cached copy of a weight, all chunks' gradients would be added up in 16 bits.
+        with torch.autocast(kind, cache_enabled=False) if on else nullcontext():
+            return torch.cat([checkpoint(fn, part, use_reentrant=False) for part in parts], dim=-2)
     return torch.cat([fn(part) for part in parts], dim=-2)
 
 
-class SharedGradient(torch.autograd.Function):
-    """One tensor for several uses, whose gradients are added up in float32 and rounded once.
+def shared_gradient(x: Tensor) -> Callable[[], Tensor]:
+    """Return a function that returns x, for one of several uses each time.
 
-    Autograd adds them in the tensor's dtype: in bfloat16 whatever is below 1/512 of the sum so far
-    is lost, though it may be most of what a weight's gradient, a sum over all tokens, consists of.
+    Their gradients are added up in float32 and rounded to x's dtype once. Autograd adds them in x's
+    dtype: in bfloat16 an addend below 1/512 of the sum is lost, from all tokens alike.
 
-    >>> use = SharedGradient.of(torch.ones(2, dtype=torch.bfloat16, requires_grad=True))
-    >>> use() * use()
-    tensor([1., 1.], dtype=torch.bfloat16, grad_fn=<MulBackward0>)
+    >>> use = shared_gradient(torch.ones(2, dtype=torch.bfloat16))
+    >>> use() + use()
+    tensor([2., 2.], dtype=torch.bfloat16)
     """
+    total: list[Tensor] = []
+    root = _SharedGradient.apply(x, total, True)
+    return lambda: _SharedGradient.apply(root, total, False)
 
-    @staticmethod
-    def of(x: Tensor) -> Callable[[], Tensor]:
-        """Return a function that returns x, for one use each time."""
-        total: list[Tensor] = []
-        x = SharedGradient.apply(x, total, True)
-        return lambda: SharedGradient.apply(x, total, False)
 
+class _SharedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: list[Tensor], root: bool) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -89,15 +92,14 @@ class SharedGradient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-        total = ctx.total
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None, None]:
         if ctx.root:  # after all of the uses
-            return total.pop().to(ctx.dtype) if total else None, None, None
-        if total:
-            total[0] += grad
+            return ctx.total.pop().to(ctx.dtype) if ctx.total else None, None, None
+        if ctx.total:
+            ctx.total[0] += grad
         else:
             wide = torch.promote_types(ctx.dtype, torch.float32)
-            total.append(grad.to(wide, copy=True))
+            ctx.total.append(grad.to(wide, copy=True))
         return None, None, None
 
 

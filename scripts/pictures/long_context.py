@@ -19,6 +19,7 @@ LENGTHS = [2**k for k in range(10, 21)]
 TOKENS = "tokens of the sequence (1K = 1,024)"
 AT = 2**17  # tokens in the right panel
 MEASURED = ("context-16gib-short-h200", "context-16gib-long-h200", "million-h200")
+MILLION = ("context-16gib-million-rows-h200", "context-16gib-million-h200")
 
 # Where the planner's parts go in the right panel, and their colour; the rest is "other".
 GROUPS = {
@@ -58,17 +59,17 @@ def memory(panels):
         name = "standard attention" if strategy is strategies[0] else strategy.name
         peaks = [plan.peak_bytes / GIB for plan in plans[strategy.name].values()]
         lines.plot(LENGTHS, peaks, color=colour, linestyle=line, linewidth=2, label=name)
-        for run in MEASURED:
+        for run in (*MEASURED, *MILLION):
             steps = load_run(run).query("backend == @strategy.name")
             lines.plot(steps.seqlen, steps.peak_memory_bytes / GIB, "o", color=colour, markersize=6)
-    lines.plot([], [], "o", color=d.GREY, markersize=6, label="measured on an H200")
+    lines.plot([], [], "o", color=d.GREY, markersize=6, label="measured")
     for gib in (16, 80):
         d.hline(lines, gib, width=1.4)
         d.note(lines, f"a GPU of {gib} GiB", (LENGTHS[0], gib), (2, 3), 8.5)
     log10_axis(lines, "y", (1.0,))
-    lines.set(ylim=(1.5, 1500), ylabel="peak memory of a training step (GiB)")
+    lines.set(ylim=(1.5, 6000), ylabel="peak memory of a training step (GiB)")
     _tokens(lines)
-    d.legend(lines)
+    d.legend(lines, size=8.5)
     d.plain(lines)
 
     shown = strategies[1:]
@@ -99,8 +100,8 @@ def memory(panels):
         f"{first / last:.0f}",
         "Lines and bars: computed by labsupport.training.planner. GPT-2 small's shape (124M, "
         "rotary positions), batch 1, bfloat16 autocast, AdamW, on a GPU.\n"
-        "Each remedy on top of those before it. Dots: the longest that ran in 16 GiB, and a "
-        "million tokens (data/runs/context-16gib-*-h200, million-h200).",
+        "Each remedy on top of those before it. Dots: what ran in 16 GiB "
+        "(data/runs/context-16gib-*),\nand on a whole card (million-h200); on an H200.",
     )
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
 from labsupport.training import PRESETS, Decoder, DecoderConfig, MemoryOptions, from_transformers
-from labsupport.training.memory import HostStore
+from labsupport.training.memory import HostStore, in_chunks, shared_gradient
 from tests.models.tiny import tiny, tokens
 from tests.training.decoders import (
     ROTARY,
@@ -187,6 +187,21 @@ def test_what_is_saved_in_host_memory_comes_back_one_ahead():
     assert torch.equal(given, expected)
     with pytest.raises(ValueError, match="checkpoint=True, too"):
         MemoryOptions(offload=True)
+
+
+def test_small_gradients_of_many_uses_survive_a_large_one():
+    x = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    use = shared_gradient(x)
+    sum(use() * factor for factor in (1.0, *[2**-10] * 64)).float().sum().backward()
+    assert x.grad.tolist() == [1 + 2**-4] * 3  # in bfloat16 each of the 64 would be lost
+
+
+def test_chunks_add_up_a_weights_gradient_in_float32_under_autocast():
+    layer, x = torch.nn.Linear(8, 8), torch.randn(4096, 8).abs()
+    exact = x.double().sum(0).expand(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        in_chunks(layer, x, 8).sum().backward()
+    assert (layer.weight.grad - exact).abs().max() < exact.max() / 500
 
 
 class Calls(TorchDispatchMode):

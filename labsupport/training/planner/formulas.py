@@ -256,7 +256,7 @@ class Step:
             temporary = [each.replace("H", "h").replace("G", "g") for each in temporary]
             turned = "T·(h + g)·d·c" if self.config.positions == "rotary" else "0"
             group = ["T·(h + 2·g)·d·c", turned, "2·T·h·d·c", "T·h·4", *temporary]
-            temporary = [f"max({' + '.join(group)}, T·((h + 2·g)·d·c + 2·w·r))"]
+            temporary = [f"max({' + '.join(group)}, T·((h + 2·g)·d·c + w·r), 2·T·w·r)"]
             stream = "T·w·4"  # the groups' contributions are added up in float32
         return [
             *self.kept_by_blocks(with_mlp=False),
