@@ -96,7 +96,7 @@ class _Run:
         self.end = time.monotonic() + settings.notebook_timeout_s
         self.steps = list(plan.steps)
         self.results: dict[str, CheckResult] = {}
-        self.died: set[str] = set()  # checks
+        self.died: set[str] = set()  # exercises
         self.late: set[str] = set()  # exercises
         self.flags: list[Flag] = []
 
@@ -153,9 +153,9 @@ class _Run:
                 self.late.add(check.exercise)
                 if status == "died":
                     message = f"{message}: {box.why_died()}"
-                if status == "died" and check.grade_id not in self.died:
+                if status == "died" and check.exercise not in self.died:
                     # Another call may have done it: once more, after the others.
-                    self.died.add(check.grade_id)
+                    self.died.add(check.exercise)
                 else:
                     self.record(check, status, message)
                 return
