@@ -60,7 +60,7 @@ class Graded:
 def settings_for(course: Path, **options: object) -> Settings:
     """Short limits, so that what never ends costs seconds."""
     limits = {
-        "cell_timeout_s": 10.0,
+        "cell_timeout_s": 15.0,
         "notebook_timeout_s": 60.0,
         "memory_bytes": 3 * 2**29,
         "jobs": 2,
