@@ -13,7 +13,6 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import filelock
@@ -96,7 +95,7 @@ class _Run:
         self.end = time.monotonic() + settings.notebook_timeout_s
         self.steps = list(plan.steps)
         self.results: dict[str, CheckResult] = {}
-        self.died: set[str] = set()  # checks
+        self.died: set[str] = set()  # exercises
         self.late: set[str] = set()  # exercises
         self.flags: list[Flag] = []
 
@@ -153,9 +152,9 @@ class _Run:
                 self.late.add(check.exercise)
                 if status == "died":
                     message = f"{message}: {box.why_died()}"
-                if status == "died" and check.grade_id not in self.died:
+                if status == "died" and check.exercise not in self.died:
                     # Another call may have done it: once more, after the others.
-                    self.died.add(check.grade_id)
+                    self.died.add(check.exercise)
                 else:
                     self.record(check, status, message)
                 return
@@ -229,10 +228,10 @@ def _graded(new: list[Submission], settings: Settings) -> Iterator[SubmissionRes
         confinement_missing(settings.unconfined)
         package_folder()
     yield from (grade_one(one, settings) for one in new if one.refused)
-    # A worker that dies takes the pool with it. What it held, and what the system killed while
-    # others ran, is graded once more, one at a time.
+    # A worker that dies takes the pool with it. What it held, what the system killed while others
+    # ran, and what our own code failed on, is graded once more, one at a time.
     for jobs in (settings.jobs, 1):
-        todo, left = left, []
+        todo, left, errors = left, [], []
         grade = functools.partial(grade_one, settings=settings, alone=jobs == 1)
         # PyTorch reads it when it is imported, before any code of ours could set it.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -242,8 +241,9 @@ def _graded(new: list[Submission], settings: Settings) -> Iterator[SubmissionRes
             futures = {pool.submit(grade, one): one for one in todo}
             try:
                 for future in concurrent.futures.as_completed(futures):
-                    if isinstance(future.exception(), BrokenProcessPool | KilledError):
+                    if error := future.exception():
                         left.append(futures[future])
+                        errors.append(f"{type(error).__name__}: {error}"[:300])
                     else:
                         yield future.result()
             finally:
@@ -251,9 +251,8 @@ def _graded(new: list[Submission], settings: Settings) -> Iterator[SubmissionRes
                 for process in list((pool._processes or {}).values()):
                     process.kill()
     # No points and no blame: an instructor has to look.
-    why = "the process that graded it ended"
-    flag = Flag("", "not graded", f"Grade it by hand: {why}.")
-    yield from (not_run(one, settings, why, flag) for one in left)
+    for one, why in zip(left, errors, strict=True):
+        yield not_run(one, settings, why, Flag("", "not graded", f"Grade it by hand: {why}"))
 
 
 def _begin_work(parent: int) -> None:

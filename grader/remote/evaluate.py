@@ -65,8 +65,7 @@ def _limit(
 ) -> None:
     """Refuse a call during which the sandbox takes or touches more than `most` bytes.
 
-    The call refuses a wrong answer: little memory is no merit of it. Where only the bytes touched
-    are too many, they are looked at again, with other inputs.
+    Where only the bytes touched are too many, they are looked at again, with other inputs.
     """
     used = 0
     for _ in range(LOOKS):

@@ -39,8 +39,7 @@ class SessionTimeout(BaseException):
 class Session:
     """A connection to a process that runs `worker.serve`, until `failure` is set.
 
-    Calls share a `deadline` by time.monotonic(). Whether they may call `fused` attention is said
-    with each; what was allowed once stays allowed over there, so such exercises come last.
+    Calls share a `deadline` by time.monotonic(). `fused` attention stays allowed once it was.
     """
 
     def __init__(self, connection: socket.socket, pid: int, timeout_s: float = 30.0) -> None:

@@ -48,10 +48,7 @@ _GRADES = (
 
 
 def guarded(text: str) -> str:
-    """Return a text that no spreadsheet program computes: an apostrophe before `=`, `+`, `-`, `@`.
-
-    Texts that look like no formula, such as every ordinary identifier, stay as they are.
-    """
+    """Return a text that no spreadsheet program computes: an apostrophe before `=` and the like."""
     return _FORMULA.sub(r"\1'", plain(text))
 
 

@@ -48,6 +48,21 @@ def batch(tmp_path_factory):
     return grade
 
 
+@of_both_batches()
+def test_a_batch_is_graded_and_nothing_else_was_harmed(slow, batch):
+    graded = batch(slow)
+    for name in BYSTANDERS if slow else BYSTANDERS[:1]:
+        points = {"attention": 4, "memory": 3, "softmax": 4}
+        assert graded.points(name) == points, graded.story(name)
+    assert graded.changed == [], "files of the instructor's or of other students"
+    assert graded.survivors == [], "processes"
+    assert graded.litter == [], "files in temporary folders, or something was unpickled"
+    assert graded.connections == 0, "reached the network"
+    written = {(r.student, r.notebook, r.path): r for r in read_results(graded.out)}
+    given = {(r.student, r.notebook, r.path): r for rs in graded.results.values() for r in rs}
+    assert written == given, "the results on disk are not those that were returned"
+
+
 @pytest.mark.parametrize("name", each(VARIANTS))
 def test_a_hostile_submission_gets_what_it_deserves_or_a_flag(name, batch):
     graded, variant = batch(name in SLOW), VARIANTS[name]
@@ -63,18 +78,3 @@ def test_a_hostile_submission_gets_what_it_deserves_or_a_flag(name, batch):
         for check in result.checks:
             assert check.message or check.status == "passed"
             assert len(check.message) < 3000
-
-
-@of_both_batches()
-def test_nothing_else_was_harmed(slow, batch):
-    graded = batch(slow)
-    for name in BYSTANDERS if slow else BYSTANDERS[:1]:
-        points = {"attention": 4, "memory": 3, "softmax": 4}
-        assert graded.points(name) == points, graded.story(name)
-    assert graded.changed == [], "files of the instructor's or of other students"
-    assert graded.survivors == [], "processes"
-    assert graded.litter == [], "files in temporary folders, or something was unpickled"
-    assert graded.connections == 0, "reached the network"
-    written = {(r.student, r.notebook, r.path): r for r in read_results(graded.out)}
-    given = {(r.student, r.notebook, r.path): r for rs in graded.results.values() for r in rs}
-    assert written == given, "the results on disk are not those that were returned"

@@ -168,3 +168,14 @@ def test_a_worker_that_dies_between_two_submissions_costs_nobody_a_point(run_bat
 
     assert points(results) == {"ada": 5, "bob": 3, "eve": 0, "joe": 0}
     assert killed
+
+
+@pytest.mark.slow
+def test_a_submission_on_which_the_grader_fails_stops_no_batch(settings, hand_in, tmp_path):
+    unknown = replace(hand_in(), student="eve", notebook="99-Unknown")
+    ada, eve = batch.run_batch([hand_in(), unknown], tmp_path / "out", settings)
+
+    assert ada.earned == 5
+    assert [(flag.kind, "KeyError: '99-Unknown'" in flag.text) for flag in eve.flags] == [
+        ("not graded", True)
+    ]

@@ -124,6 +124,20 @@ def test_a_zip_in_a_students_zip_is_not_opened(submissions, solved_folder, noteb
     assert "10,000 files" in joe.refused
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+@pytest.mark.parametrize("place", [4, 8, 10, 60, 90, -60, -30])
+def test_a_damaged_zip_stops_nothing(submissions, solved_folder, notebook, method, place):
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", method) as archive:
+        archive.writestr("01.ipynb", notebook)
+    damaged = bytearray(data.getvalue())
+    damaged[place] ^= 0xFF
+    (submissions / "ada.zip").write_bytes(damaged)
+    (submissions / "bob.ipynb").write_bytes(notebook)
+
+    assert [one.student for one in found(submissions, solved_folder)] == ["ada", "bob"]
+
+
 def test_one_notebook_alone_is_one_students(submissions, solved_folder):
     path = submissions / "ada" / "01-Powers.ipynb"
     assert only(path, solved_folder).student == only(path.parent, solved_folder).student == "ada"

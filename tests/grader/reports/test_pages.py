@@ -257,6 +257,7 @@ def test_equal_solutions_are_shown_but_for_layout_names_and_stubs(notebooks):
         "dan": longer,
         "eve": "def square(x): return 1",
         "fay": "def square(x): return 1",
+        "gus": "if a: pass\n" + "elif b: pass\n" * 3000,  # deeper than Python's stack
     }
     status = {"dan": "not written"}
     results = [
