@@ -1088,7 +1088,7 @@ checks.check_update_dtype(update)
 # 1. `rows`, `d` and `c` by `tl.arange`; load `q`; start `m`, `l`, `acc` as `update` wants them.
 # 2. `stop = n_k`; if `CAUSAL`: the smaller of it and `(tl.program_id(0) + 1) * BLOCK_Q + n_k - n_q`. In the same way `full`, the keys that
 #    the first query sees, too: `n_k`, or the smaller of it and `tl.program_id(0) * BLOCK_Q + n_k - n_q + 1`.
-# 3. For `j` in `tl.range(0, stop, BLOCK_K)`: load `k` and `v`, `scores = tl.dot(q, tl.trans(k)) * scale`; hide if
+# 3. For `j` in `tl.range(0, stop, BLOCK_K)`: load `k` and `v`; `scores` are `q` times the transposed `k`, scaled; hide if
 #    `j + BLOCK_K > full`; `update`.
 # 4. Divide by `l` (by 1 where it is 0), store; the log-sum-exp is `(m + tl.log2(l)) * 0.6931`, with log(2) = 0.6931471805599453.
 # </details>

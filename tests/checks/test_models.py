@@ -71,12 +71,18 @@ def test_a_small_model_gets_a_mask_for_padding_only_and_keeps_its_own_attention(
     assert torch.equal(decode(models["Llama"], "eager"), before)
 
 
-OLD, NEW = 'device_type == "cuda" and capability < (8, 0)', "FlashAttentionConfig.bfloat16("
+NEW, HALF = 'device_type == "cpu" or capability >= (8, 0)', "dict.fromkeys(parts, torch.float16)"
+
+
+def default(arguments):
+    return "FlashAttentionConfig()", f"FlashAttentionConfig({arguments})"
+
+
 RIGHT = {
-    "float32 stream everywhere": (NEW, NEW + "residual=torch.float32"),
-    "float32 norms": (NEW, NEW + 'norm_weights="float32"'),
-    "float16's default": ("residual=torch.float32", ""),
-    "others in 16 bits": (NEW, NEW + "loss=torch.float16, optimizer=torch.bfloat16"),
+    "float32 stream everywhere": default("residual=torch.float32"),
+    "float32 norms": default('norm_weights="float32"'),
+    "float16's default": ("(**half, residual=torch.float32)", ".float16()"),
+    "others in 16 bits": default("loss=torch.float16, optimizer=torch.bfloat16"),
 }
 
 
@@ -89,20 +95,20 @@ def test_other_right_policies_pass_without_a_warning(edit):
 
 
 POLICIES = {
-    "float16 everywhere": (RANGE, (OLD, "True"), "float16 cannot hold it. bfloat16 can"),
+    "float16 everywhere": (RANGE, (NEW, "False"), "float16 cannot hold it. bfloat16 can"),
     "float16 stream": (RANGE, ("residual=torch.float32", "residual=torch.float16"), "the stream is their sum"),
-    "bfloat16 on a T4": (DEVICES, (OLD, "False"), "have no tensor cores and no attention kernels for it"),
+    "bfloat16 on a T4": (DEVICES, (NEW, "True"), "have no tensor cores and no attention kernels for it"),
     "bfloat16 on Turing": (DEVICES, ("(8, 0)", "(7, 5)"), "my_policy('cuda', (7, 5)), a T4"),
     "bfloat16 stream on a V100": (DEVICES, ("residual=torch.float32", "residual=torch.bfloat16"), "residual is bfloat16. GPUs before compute capability 8.0 have no arithmetic for it"),
-    "float32 everywhere": (DEVICES, (NEW, "FlashAttentionConfig.float32("), "FlashAttention's kernels for GPUs"),
-    "float32 in memory": (POLICY_MEMORY, (NEW, "FlashAttentionConfig.float32("), "the weights take 100%"),
-    "float32 MLP": (POLICY_MEMORY, ("residual=torch.float32", "mlp=torch.float32"), "32 bits or more: mlp"),
-    "float32 table and head": (POLICY_MEMORY, (NEW, NEW + 'embedding="float32", head="float32"'), "embedding, head"),
-    "float16 statistics": (DEVICES, (NEW, NEW + 'norm_statistics="float16"'), "squares overflow float16 from 256"),
-    "float16 statistics, measured": (RANGE, (NEW, NEW + 'norm_statistics="float16"'), "cannot even hold it"),
-    "None compared": (DEVICES, ('device_type == "cuda" and ', ""), "A CPU has no compute capability"),
-    "the major number as text": (RANGE, ("capability < (8, 0)", "str(capability[0]) < '8'"), "a B200"),
-    "a dtype": (DEVICES, (NEW, "(lambda: torch.bfloat16)("), "not a dtype"),
+    "float32 everywhere": (DEVICES, ("FlashAttentionConfig()", "FlashAttentionConfig.float32()"), "FlashAttention's kernels for GPUs"),
+    "float32 in memory": (POLICY_MEMORY, ("FlashAttentionConfig()", "FlashAttentionConfig.float32()"), "the weights take 100%"),
+    "float32 MLP": (POLICY_MEMORY, (HALF, HALF + " | {'mlp': torch.float32}"), "32 bits or more: mlp"),
+    "float32 table and head": (POLICY_MEMORY, default('embedding="float32", head="float32"'), "embedding, head"),
+    "float16 statistics": (DEVICES, default('norm_statistics="float16"'), "squares overflow float16 from 256"),
+    "float16 statistics, measured": (RANGE, default('norm_statistics="float16"'), "cannot even hold it"),
+    "None compared": (DEVICES, ('device_type == "cpu" or ', ""), "A CPU has no compute capability"),
+    "the major number as text": (RANGE, ("capability >= (8, 0)", "str(capability[0]) >= '8'"), "a B200"),
+    "a dtype": (DEVICES, ("FlashAttentionConfig()", "torch.bfloat16"), "not a dtype"),
 }  # fmt: skip
 
 
