@@ -3,7 +3,7 @@
 python -m benchmarks training --preset gpt2-small --lengths 2K,8K,32K --limit 16GiB
 python -m benchmarks training --preset gpt2-small --longest --limit 16GiB --save NAME
 python -m benchmarks training --preset gpt2-small --longest --limit 16GiB --plain
-python -m benchmarks training --preset gpt2-small --strategies 7 --lengths 1M --limit 16GiB --save NAME
+python -m benchmarks training --preset gpt2-small --strategies 7 --lengths 1M --limit 16GiB
 """
 
 import argparse
