@@ -30,7 +30,7 @@ def kinds(hand_in, solved_folder):
         ("torch._C", "odd name"),
         ("from torch.utils import _python_dispatch as watching", "odd name"),
         ("torch.nn.__getattribute__('Multihead' + 'Attention')", "odd name"),
-        ("globals()['__buil' + 'tins__']", "odd name"),
+        ("globals()['__built' + 'ins__']", "odd name"),
         ("type(square)(compile('torch.n' + 'n', '', 'eval'), {})", "odd name"),
         ("torch.hidden = max", "odd name"),
         ("%run helper.py", "odd name"),
