@@ -320,9 +320,9 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# These are specifications, from `data/hardware.csv`, where each row names its source. (Older GPUs have no bfloat16.) The
-# memory is about 2,000 to 6,600 times as large as all SRAM together, and each multiprocessor has only its own part of the
-# SRAM. Compare that part with the scores of one head:
+# These are specifications, from `data/hardware.csv`, where each row names its source. (Older GPUs have no bfloat16.)
+# The memory is about 2,000 to 6,600 times as large as all SRAM together. A GPU consists of many *multiprocessors*, and
+# each has only its own part of the SRAM. Compare that part with the scores of one head:
 
 # %% tags=["nbval-check-output"]
 print(f"SRAM of one multiprocessor: up to {gpus.shared_kib_per_sm.max():.0f} KiB")
@@ -341,8 +341,9 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 #
 # In PyTorch it is more than four: scaling, masking and normalising each read and write the whole matrix once more.
 #
-# Two steps limit the time of a pass: moving the bytes at the speed of the memory, and doing the arithmetic ($4N^2d$ floating-point
-# operations, FLOPs, per head) at the speed of matrix multiplication. The pass takes at least as long as the slower of the two. The next cells *measure* both
+# Two things take time in a forward pass. The bytes move at the speed of the memory. The arithmetic, $4N^2d$
+# floating-point operations (FLOPs) per head, runs at the speed of matrix multiplication. The pass takes at least as
+# long as the slower of the two. The next cells *measure* both
 # speeds on your device, and take the H200's from the table. Guess: on the H200, moving the bytes takes how many times as
 # long as the arithmetic?
 
@@ -376,7 +377,8 @@ ratio = h200["textbook's bytes, ms"] / h200["arithmetic, ms"]
 checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio, "times")
 
 # %% [markdown]
-# The scores, moved four times, are $4N^2$ numbers. Q, K, V and O, moved once, are $4Nd$: `seqlen / head_dim` = 64 times fewer.
+# $S$ and $P$ are each written once and read once: $4N^2$ numbers move. Q, K, V and O each move once: $4Nd$ numbers,
+# `seqlen / head_dim` = 64 times fewer.
 # On the H200 the textbook's bytes take 6.5 times as long as the arithmetic, so the GPU's arithmetic units would wait most of
 # the time.
 #
@@ -705,8 +707,9 @@ print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist
 plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 
 # %% [markdown]
-# Tiles above the diagonal can be skipped, and only tiles on the diagonal need a mask. (You may compute and mask all of
-# them.) Add the mask of one tile to your function. Some rows may see no key, because `seqlen_q` may be larger than `seqlen_k`.
+# Tiles above the diagonal can be skipped, and only tiles on the diagonal need a mask. (You may also compute every tile,
+# and mask it.) Add the mask of one tile to your function. Some rows may see no key, because `seqlen_q` may be larger
+# than `seqlen_k`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1125,8 +1128,9 @@ readable(training)
 #
 # ### What a causal mask changes
 #
-# With a causal mask, FlashAttention skips the tiles above the diagonal, half of the arithmetic. The textbook computes all of
-# it, and needs more passes to hide half. So the speed-up for causal attention combines memory saved and work skipped. Speed-up
+# With a causal mask, FlashAttention skips the tiles above the diagonal, half of the arithmetic. The textbook computes
+# every score, then makes more passes to hide half of the scores. So the speed-up for causal attention combines memory
+# saved and work skipped. Speed-up
 # over the textbook at 2,048 tokens:
 
 # %%
@@ -1232,7 +1236,8 @@ overflow
 
 # %% [markdown]
 # Textbook attention stores the scores in float16, where they are infinite, and the softmax of infinities is NaN. FlashAttention keeps its tile of
-# scores in float32, inside the kernel. So only the inputs have to fit into the dtype; the size of $QK^\top$ does *not* matter.
+# scores in float32, inside the kernel. So only the inputs have to fit into the dtype: a large $QK^\top$ causes *no
+# overflow*. (For rounding, its size does matter: see below.)
 
 # %% [markdown]
 # ### Exercise 1-6 · Half precision, without regret
@@ -1374,7 +1379,8 @@ plotting.plot_memory(
 # `flash_torch` saves the memory but not the time: each of its small steps is a separate kernel, in float32, and the GPU's
 # tensor cores stay idle. *Fusion* fixes that. (`sdpa_math` is PyTorch's own textbook.)
 #
-# A causal mask changes the ratios here, too, because the fused kernels skip half of the work. At 4,096 tokens:
+# A causal mask changes the ratios here, too: FlashAttention skips half of the work, and the textbook needs more passes
+# to hide it. At 4,096 tokens:
 
 # %% tags=["nbval-check-output"]
 at_4k = everything[(everything.seqlen == 4096) & (everything.direction == "forward")]
@@ -1705,7 +1711,8 @@ checks.check_recall(repaired, seed=82)
 # - FlashAttention's forward and backward are two nested loops over tiles, and store one number a row instead of one a pair.
 # - The gain depends on length, device and dtype.
 # - Two correct implementations differ by rounding. Judge one by the textbook in the same dtype.
-# - A kernel wants one dtype for q, k and v; inputs, not scores, decide whether float16 can hold them.
+# - A kernel wants one dtype for q, k and v. Whether float16 is possible depends on the size of these inputs, not of the
+#   scores.
 # - In FP8 a scale keeps numbers in the range, and a rotation of queries and keys keeps their digits.
 #
 # ### Three questions

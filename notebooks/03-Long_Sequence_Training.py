@@ -746,14 +746,16 @@ fits["gib"] = (fits.peak_bytes / 2**30).round(1)
 fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 
 # %% [markdown]
-# By the plan, the same GPU takes a hundred times as many tokens. Is it true? The dots were measured on an H200 whose
+# By the plan, the same GPU takes a hundred times as many tokens with a 16-bit stream, and 390 times as many with host
+# memory. Is it true? The dots were measured on an H200 whose
 # allocator was limited to 16 GiB (`context-16gib-short-h200`, `context-16gib-long-h200`,
 # `context-16gib-million-h200`); `million-h200` uses the whole card:
 #
 # ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, with a 16-bit stream beyond 400K, and with host memory beyond a million; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
 #
 # Transformers' GPT-2 with plain eager attention reaches 3,072 tokens there, and 18,432 in its best setting
-# (`context-16gib-plain-h200`); a bfloat16 stream reaches 376,832. The plan promises up to a third more than what ran: it
+# (`context-16gib-plain-h200`); the lab's bfloat16 stream reaches 376,832. The plan promises up to a third more than
+# what ran (of the last row only a million was tried): it
 # counts tensors, while the limit counts everything that the allocator has reserved, and the search went in steps of
 # 1,024 tokens. With heads in groups and host memory, a **million tokens** train in 16 GiB. A step that fits may still take
 # too long: time grows with $N^2$, and the million takes three minutes.
@@ -882,7 +884,8 @@ except RuntimeError as error:
 
 
 # %% [markdown]
-# **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint holds the weights, AdamW's averages
+# **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint, here a file, holds the weights,
+# AdamW's averages
 # and the number of the step, which determines the random numbers. It is written beside the old one and renamed when it
 # is complete, and damage is detected. So on a CPU a resumed run is not just *similar* to one that was never stopped: it
 # is the same, to the last bit.
@@ -1035,8 +1038,9 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
 # %% [markdown]
 # ![Seconds of a training step, at least, against tokens: matrices grow in proportion, attention with the square; the two are equal near 11 thousand tokens, and a million tokens take minutes.](../theory/figures/long-context-flops.png)
 #
-# An H200, one of the largest GPUs, has 140 GiB, and about 139 of them are free for PyTorch. The small model fits, but each step takes
-# 235 seconds (section 3.6), because attention grows with $N^2$. Even at the GPU's peak rate a step would take 93 seconds (theory
+# An H200, one of the largest GPUs, has 140 GiB, and about 139 of them are free for PyTorch. The small model fits, but
+# time grows with $N^2$: each step takes three minutes (section 3.6). Even at the GPU's peak rate a step would take 93
+# seconds (theory
 # chapter 7 counts the FLOPs). The large model does not fit, for two reasons: each of its weights needs 16 bytes, and there are a
 # million tokens. Several devices can share the work in three ways:
 #
@@ -1093,8 +1097,8 @@ print(f"the plain average is off by {error:.0%}")
 # %% [markdown]
 # The second part has three times as many keys, but the average gives it the same weight as the first. The right weight of a part is
 # the denominator of its softmax: the sum of the exponentials of its scores. FlashAttention returns the logarithm of this sum, the
-# *log-sum-exp* (notebook 1), along with the output. The figure shows how merging changes the maximum and the sum of a row, in any
-# order:
+# *log-sum-exp* (notebook 1), along with the output. The figure merges the same four blocks in two orders. On the way
+# the maximum and the sum of the row differ; the result is the same:
 #
 # ![Two diagrams of merging four blocks of scores, as a chain and as a tree: the boxes on the way hold different pairs of m and l, the last box holds m = 5 and l = 1.646 in both](../theory/figures/merge-orders.png)
 
@@ -1111,8 +1115,9 @@ print(f"the plain average is off by {error:.0%}")
 # | `merge(out, lse, part, part_lse)` | the result so far: `out` `(..., rows, head_dim)` and `lse` `(..., rows)`, float32; the next part: `part`, with the shape of `out`, in float32, bfloat16 or float16, and `part_lse`, float32 | the new result `(out, lse)`, both float32 |
 # | `merge_all(parts)` | an iterable (perhaps a generator) of at least one `(part, part_lse)`, in any order | `(out, lse)` over all keys: `out` in the parts' dtype, rounded *once*; `lse` float32 |
 #
-# If a query sees no key of a part, its `part_lse` is -inf and its `part` is 0. If it has seen no key at all so far, the result is -inf
-# and 0, not NaN. Log-sum-exps can be as large as 1,000 or as small as -1,000. Don't change any argument in place. `merge_all` must not
+# If a query sees no key of a part, its `part_lse` is -inf and its `part` is 0. If the query has seen no key at all so
+# far, its row of `out` is 0 and its `lse` is -inf, not NaN. Log-sum-exps can be as large as 1,000 or as small as
+# -1,000. Don't change any argument in place. `merge_all` must not
 # collect the parts: it takes one at a time, as a ring does.
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -1219,7 +1224,8 @@ error = (torch.cat(outputs, dim=1) - exact).abs().max()
 print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-6)}")
 
 # %% [markdown]
-# The result is exact: the sums have the same terms, in another order. The backward pass goes around the ring, too. In its simplest form, the
+# Apart from rounding, the result is exact: the sums have the same terms, in another order. The backward pass goes
+# around the ring, too. In its simplest form, the
 # gradients of K and V travel along with their keys, collect a contribution from each rank, and return to their own rank. (The lab's
 # complete ring sends each contribution straight there: theory chapter 11.)
 #
@@ -1266,8 +1272,9 @@ figure
 # ![The causal score matrix of four ranks, cut into eight by eight chunks, coloured by the rank that computes each chunk and numbered by the step. Contiguous: the last rank has seven times as much as the first. Zigzag: all have the same, in each step. Below, the time of each rank: contiguous, rank 3 needs 3.5 units and rank 0 half a unit; zigzag, all need 2.](../theory/figures/long-context-zigzag.png)
 #
 # All ranks wait for the next keys, so a step takes as long as the rank with the most work. With contiguous shards, the steps of four
-# ranks take $\tfrac12 + 1 + 1 + 1$ blocks of time. With zigzag shards they take $4 \cdot \tfrac12$: in each step, every rank computes
-# half of a block, and the mask hides the other half.
+# ranks take $\tfrac12 + 1 + 1 + 1$ blocks of time. With zigzag shards they take $4 \cdot \tfrac12$: in each step, every
+# rank computes half of a block. The other half is hidden, and after step 0 it consists of whole chunks, which are
+# skipped.
 
 # %% [markdown]
 # ### Exercise 3-5 · Zigzag order
@@ -1404,10 +1411,11 @@ print(f"your ring on two processes, largest error: {(found - exact).abs().max():
 assert (found - exact).abs().max() < 2e-6
 
 # %% [markdown]
-# That is ring attention, forward. A complete one also has a backward pass and windows, and works with any attention kernel.
+# That is ring attention, forward. A complete ring also has a backward pass and sliding windows, and works with any
+# attention kernel.
 # `ring_on_ranks` (`labsupport/distributed/demos.py`) calls the lab's `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`. They
-# have flash-attn's layout and options, with one shard on each rank. Are they right? We compare forward and backward, with RoPE,
-# with one device in float64:
+# have flash-attn's layout and options, with one shard on each rank. Are they right? We compare the ring's forward and
+# backward pass with those of one device in float64:
 
 # %%
 looked = launch(demos.ring_on_ranks, processes=2, device="cpu")  # some seconds
@@ -1467,9 +1475,12 @@ plotting.plot_timeline(
 # %% [markdown]
 # ![Time of a step of a ring against the tokens of one rank: the compute grows with the square, the hop over four kinds of links in proportion; each pair of lines crosses, and beyond that the compute hides the hop.](../theory/figures/long-context-hops.png)
 #
-# By the count, contiguous shards take $1.5$ blocks of time and zigzag shards $1$. A rank starts to send and receive before it
+# By the count, contiguous shards take $1.5$ blocks of time and zigzag shards $1$. Your measured ratio may be smaller.
+# With contiguous shards, rank 0 is idle while rank 1 computes its second block. A rank starts to send and receive
+# before it
 # computes its first block, and waits for the message only after that. By then the message has arrived, and the next block starts
-# without a gap (in the chart, the two blocks look like one bar). So a message costs no time if the block takes longer. The work
+# without a gap (in the chart, the two blocks look like one bar). So a message costs no time if the computation of the
+# block takes longer than the message. The work
 # grows with the square of a shard's length, the message only in proportion to it: *longer* shards hide messages better.
 #
 # We do all this to save memory. Here is the peak in a forward and backward pass of a decoder with two layers. (With one rank, the
@@ -1482,9 +1493,10 @@ peaks.columns = [f"MiB, {ranks} rank{'s, each' * (ranks > 1)}" for ranks in peak
 peaks.round(1)
 
 # %% [markdown]
-# Each rank needs half the memory, so the sequence can be twice as long. Weights and AdamW's states are not divided; that is the
-# subject of the next section. (For a short time, a rank also stores keys and values of two other ranks: those that it works on, and
-# those that are arriving.)
+# Each rank needs half the memory, so the sequence can be twice as long. The table counts only what the pass allocates.
+# The weights and AdamW's states are not in it, and a ring does not divide them; the next section does. (With more than
+# two ranks, a rank also stores keys and values of two others for a short time: those that it works on, and those that
+# are arriving.)
 #
 # **When a rank dies**, the others wait for its messages, possibly forever. `launch` does not:
 
@@ -1574,8 +1586,9 @@ plotting.plot_scaling(
 # %% [markdown]
 # This was recorded on four H200s connected by NVLink (`labsupport ring bench`), with several kernels for the blocks. Zigzag is far
 # better than contiguous shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first, so it hides
-# nothing. The rest is lost to messages: NCCL takes multiprocessors and memory bandwidth from the computation. Today the
-# ring sends by the GPUs' copy engines instead. On two H200s messages then add 3 to 7% to the time of the cuDNN ring ([chapter
+# nothing. What the lab's zigzag ring lost in this recording, it lost to messages: NCCL took multiprocessors and memory
+# bandwidth from the computation. Today the lab's ring sends by the GPUs' copy engines instead. On two H200s messages
+# then add 3 to 7% to the time of the cuDNN ring ([chapter
 # 11](../theory/11-several-devices.md#when-a-hop-hides), also with a prediction).
 #
 # For data parallelism, each rank computes as much as one device alone, and efficiency 1 means that $W$ devices are $W$ times as fast.
@@ -1595,8 +1608,9 @@ plotting.plot_scaling(
 # | `comm.reduce_scatter(whole)` | | this rank's rows of the sum of `whole` over all ranks |
 # | `comm.send_on((a, b))` | sending both to the next rank | a function: call it to wait for the pair of the previous rank |
 #
-# First you *rehearse*: each rank is a thread of this process. That takes milliseconds, and if real processes would hang, you get an
-# error. Then the same functions run on real processes (`labsupport/distributed/by_hand.py` has both kinds of `comm`).
+# First you *rehearse*: each rank is a thread of this process. That takes milliseconds. A mistake that would make real
+# processes hang gives an error here. Then the same functions run on real processes (`labsupport/distributed/by_hand.py`
+# has both kinds of `comm`).
 #
 # ![A backward pass of four layers. In step 1 each layer's gradient is sent when it is complete, and the pass waits. In step 3 two buckets, of layers 4 and 3 and of 2 and 1, travel while it goes on.](../theory/figures/gradient-buckets.png)
 #
@@ -1954,8 +1968,9 @@ held.rename(columns={"held_bytes": "held, MiB", "gathered_bytes": "gathered, at 
 
 
 # %% [markdown]
-# Each rank stores half of the weights and gradients. In return, each pass gathers one whole weight at a time, 4 MiB. (The whole
-# gradient before the reduce-scatter takes as much again, and is not counted here.) In a model with a hundred layers, the memory for
+# Each rank stores half of the weights and gradients. In return, each pass gathers one whole weight at a time, 4 MiB.
+# (In the backward pass, the whole gradient of the layer takes as much again until the reduce-scatter. The table does
+# not count it.) In a model with a hundred layers, the memory for
 # one whole layer is small compared with what you save.
 #
 # `capstone/data_parallel.py` does the same as an ordinary program of about a hundred lines, with `torchrun`, DDP and FSDP. Read it,
@@ -1980,7 +1995,8 @@ held.rename(columns={"held_bytes": "held, MiB", "gathered_bytes": "gathered, at 
 # $$P = e^{S - L}, \quad dS = P \circ (dO\,V^\top - D), \quad dQ \mathrel{+}= dS\,K / \sqrt d, \quad dK \mathrel{+}= dS^\top Q / \sqrt d, \quad dV \mathrel{+}= P^\top dO$$
 #
 # `comm.send_on((k, v))` starts sending keys and values to the next rank, and returns a function. Call that function to get the pair
-# of the previous rank; don't change k and v in place before. `comm.rank` is the number of this rank, from 0, and `comm.world` the
+# of the previous rank; until you have called it, don't change k and v in place. `comm.rank` is the number of this rank,
+# from 0, and `comm.world` the
 # number of ranks. All ranks must send equally often, even in steps in which they cannot see the keys.
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -2201,7 +2217,8 @@ by_position.round(2)
 # %% [markdown]
 # Later answers are harder in any case, because there are more facts to choose from. But from 2,048 on there is a second reason.
 # Pair $i$ turns by $t f_i$, and `recall` has $d/2 = 8$ pairs. In 2,048 bytes, pair 5 made a quarter of a turn, and pair 7 a
-# hundredth. The model has never seen larger angles of such pairs. Three remedies slow the pairs down, by up to a factor $\sigma$
+# hundredth. Outside those 40 steps, the model has never seen larger angles of such pairs. Three remedies slow the pairs
+# down, by up to a factor $\sigma$
 # (here 2). They differ in which pairs they slow:
 #
 # ```text
@@ -2364,7 +2381,8 @@ plotting.plot_by_window(
 # At $\sigma = 2$, YaRN helps most, then NTK-aware scaling, as in the paper. NTK-aware scaling is worse than plain frequencies in
 # the first bytes, because it also slows pairs that don't need it. Interpolation destroys this model: its first layers were built to
 # look 1 to 12 bytes back, and now all distances are halved. It needs further training; Chen et al. took 1,000 steps. The ranking is
-# not general: if you set `factor = 4` above, NTK-aware scaling beats YaRN in the last of 8,192 bytes. A model with 8 pairs is weak
+# not general: if you set `factor = 4` above, the lists have 8,192 bytes, and in their last 1,024 bytes NTK-aware
+# scaling beats YaRN. A model with 8 pairs is weak
 # evidence.
 #
 # SmolLM2 is larger. It has 32 pairs, and was trained on up to 8,192 tokens. In a recorded run it reads 16,384 tokens of Python's
@@ -2387,7 +2405,8 @@ plotting.plot_by_window(
 
 # %% [markdown]
 # Up to 8,192 tokens, plain frequencies are best. From 12,288 on they fail, but NTK-aware scaling and YaRN still work, without a
-# single step of training. Interpolation costs about 1 nat per token everywhere, but doesn't fail. This is one file and one small
+# single step of training. Interpolation doesn't fail, but its NLL is about 1 nat per token above the best method's at
+# every length. This is one file and one small
 # model. And a low NLL does not mean that the model used anything 16,000 tokens away: section 3.9 measures that. Libraries have all
 # three: in Transformers they are the `rope_type`s `linear`, `dynamic` (whose base grows with the text) and `yarn`.
 #
@@ -2406,7 +2425,8 @@ plotting.plot_by_window(
 #
 # <details><summary>1. Why can partial results be merged exactly, although softmax needs the whole row?</summary>
 #
-# A softmax divides a sum of exponentials by another. Each part has its own quotient, and its log-sum-exp gives the denominator.
+# An output of attention is a quotient: the values, weighted by exponentials and added up, divided by the sum of the
+# exponentials. Each part has such a quotient as its result, and the part's log-sum-exp gives its denominator.
 # Multiply the quotients by their denominators, add, and divide by the sum of the denominators. This is online softmax for whole
 # results instead of tiles.
 # </details>

@@ -2356,7 +2356,9 @@ plotting.plot_launches(
 # A short call is as slow as its launches, whatever the kernels do. FlashAttention launches one kernel where the textbook
 # launches four: it takes less time, but the GPU still waits between its calls. A CUDA graph launches all four together, and only
 # short gaps between the kernels remain. Larger batches help, too, and `torch.compile` can do all three. A copy on a
-# separate stream fills gaps only if the program launches it early enough. With 8,192 tokens each kernel takes longer
+# separate stream fills gaps only if the program launches it early enough. Here it is too late: the kernels wait for the
+# copies, and five calls take three times as long. The waiting *share* falls only because copies count as work. With
+# 8,192 tokens each kernel takes longer
 # than the next launch: the CPU is always ahead, and only a faster kernel helps. So look inside, at 4,096 tokens:
 
 # %%
