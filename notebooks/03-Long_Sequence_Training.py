@@ -647,7 +647,8 @@ counts = pd.DataFrame(
 
 # %% [markdown]
 # Your function predicts real steps. The 16 bytes of each weight are the weight itself, its gradient, and AdamW's two
-# averages, all float32. Your count may be 2 MiB too high: at the peak most of the gradients do not exist yet. The lab's
+# averages, all float32. With FlashAttention your count may be 2 MiB too high: at the peak most of the gradients do not
+# exist yet. The lab's
 # planner counts the small things, too; `print(training.plan_memory(tiny, seqlen=8192))` shows each part with its
 # formula, in the symbols of theory chapter 7.
 
@@ -782,7 +783,8 @@ print("positions around the second:", first.positions[0, first.cu_seqlens[1] - 2
 pd.DataFrame(rows, columns=columns).round(1)
 
 # %% [markdown]
-# Positions begin at 0 again in each document. A document that is cut continues in the next sequence. With a causal mask
+# Positions begin at 0 again in each document. A document that is cut continues in the next sequence, from position 0.
+# With a causal mask
 # alone, each document would see all those before it. Change the first document, and watch the second:
 
 # %% tags=["nbval-check-output"]

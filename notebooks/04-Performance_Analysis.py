@@ -2236,10 +2236,11 @@ plotting.plot_rescalings(
 # nearly always one of its 32 rows needs it. With 8, random scores of the usual size never need it; those 8 times as large need it
 # once a row. Rising scores need it often. Each rescaling raises $r$ by *more* than 8, so a row has fewer than (last maximum - first one) / 8 of them, here 13 instead of 62.
 # But the rows of a warp soon rescale in different tiles, so the warp gains little. In this order the threshold helps
-# little; in a random one it saves every rescaling, or most of them if scores are large.
+# little; in a random one it saves every rescaling, or half of a warp's if scores are large.
 #
 # The outputs are exact, because `o` and `l` use the same $r$ when one is divided by the other. No step needs the true
-# maximum. The log-sum-exp is $r + \log_2 l$, with that same $r$. There is one exception: a reference that never changes
+# maximum. The log-sum-exp is $r + \log_2 l$, with that same $r$. There is one exception, the threshold of 1000: a
+# reference that never changes
 # lets the weights grow until float32 overflows, at $2^{128}$. In float16 that would be $2^{16}$. FlashAttention-4 uses
 # 8 for 16-bit inputs, and 0 for 8-bit ones.
 
@@ -2248,8 +2249,8 @@ plotting.plot_rescalings(
 #
 # *Further (optional), 15 minutes.* Before you change a slow program, ask two questions. Does the GPU wait for the
 # program? Then a faster kernel is of no use. If not, what do the warps of the kernel wait for? A *trace* of PyTorch's
-# profiler answers the first question, a report of Nsight Compute the second. Both were recorded on an H100 with
-# `python -m benchmarks trace`.
+# profiler answers the first question, a report of Nsight Compute the second. Both were recorded on an H100 with `python
+# -m benchmarks trace`, the report with `--ncu`.
 #
 # Python launches one kernel after the other, and each launch takes the CPU some microseconds. If a kernel ends
 # before the next one is launched, the GPU waits: this is a *launch gap*. Kernels on different *streams* may run at
@@ -2353,9 +2354,10 @@ plotting.plot_launches(
 )
 
 # %% [markdown]
-# A short call is as slow as its launches, whatever the kernels do. FlashAttention launches one kernel where the textbook
-# launches four: it takes less time, but the GPU still waits between its calls. A CUDA graph launches all four together, and only
-# short gaps between the kernels remain. Larger batches help, too, and `torch.compile` can do all three. A copy on a
+# A short call is as slow as its launches, whatever the kernels do. FlashAttention launches one kernel where the
+# textbook launches four: it takes less time, but the GPU still waits between its calls. A CUDA graph launches all four
+# together; then most of what remains lies between the calls. Larger batches help, too, and `torch.compile` can do all
+# three. A copy on a
 # separate stream fills gaps only if the program launches it early enough. Here it is too late: the kernels wait for the
 # copies, and five calls take three times as long. The waiting *share* falls only because copies count as work. With
 # 8,192 tokens each kernel takes longer
@@ -2382,8 +2384,9 @@ stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_nu
 # | `not_selected` | for its turn: it is ready, but so is another warp |
 #
 # The textbook's two products and its scaling wait for memory: they are bound by the $N \times N$ numbers that they write or read, and
-# their tensor cores idle. The softmax has ready warps most of the time. In FlashAttention most waiting is `wait`, the latency of
-# instructions that depend on each other, as in any dense arithmetic. The lab's Triton kernel has no such peak: its largest share, little more than
+# their tensor cores idle. A third of the softmax's waiting is for its turn: usually some warp is ready. In PyTorch's
+# FlashAttention (`sdpa_flash`) the largest share is `wait`, the latency of instructions that depend on each other, as
+# in any dense arithmetic. The lab's Triton kernel has no such peak: its largest share, little more than
 # a quarter, is waiting for loads. [Chapter 8](../theory/08-performance-model.md#reading-a-kernels-counters) reads a report further.
 
 # %% [markdown]
@@ -2397,7 +2400,8 @@ stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_nu
 # - Two numbers predict a fused kernel within some percent, if nothing else changes; a term for the diagonal is missing. Held-out
 #   rows show this, fitted ones would not.
 # - If the result is rounded to bfloat16, a polynomial of degree 3 can replace the exponential. A reference that lags keeps the
-#   output exact, and saves nearly all rescalings when scores are in random order.
+#   output exact, and saves many rescalings when scores are in random order: all if they are small, half of a warp's if
+#   they are large.
 # - The best implementation depends on length, dtype, mask and device. Choose by a table of measurements and a rule for ties.
 #
 # ### Three questions
