@@ -2249,8 +2249,8 @@ plotting.plot_rescalings(
 #
 # *Further (optional), 15 minutes.* Before you change a slow program, ask two questions. Does the GPU wait for the
 # program? Then a faster kernel is of no use. If not, what do the warps of the kernel wait for? A *trace* of PyTorch's
-# profiler answers the first question, a report of Nsight Compute the second. Both were recorded on an H100 with `python
-# -m benchmarks trace`, the report with `--ncu`.
+# profiler answers the first question, a report of Nsight Compute the second. Both were recorded on an H100 with
+# `python -m benchmarks trace`, the report with `--ncu`.
 #
 # Python launches one kernel after the other, and each launch takes the CPU some microseconds. If a kernel ends
 # before the next one is launched, the GPU waits: this is a *launch gap*. Kernels on different *streams* may run at
