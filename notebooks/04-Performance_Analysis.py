@@ -1980,8 +1980,8 @@ predicted_degrees = None  # your guess, two integers
 # | `exp2_by_bits(x, coefficients)` | `x`: float32, any shape, up to 126; `coefficients`: a list of numbers, the highest power first | $2^n p(f)$, like `x`: $n$ the largest integer that is not above $x$, $f = x - n$, and $p$ the polynomial |
 # | `smallest_degree(polynomials, dtype)` | a list of such lists, of degrees 1, 2, 3 ...; a `torch.dtype` | the degree of the first polynomial with a largest relative error, for $f$ from 0 to 1, of at most `torch.finfo(dtype).eps / 2`; 0 if there is none |
 #
-# `exp2_by_bits` calls no exponential. Hidden keys have the score -inf. Below $2^{-126}$, where the exponent's bits run
-# out, any result up to $2^{-126}$ is right. `smallest_degree` computes in float64, on about 1,000 places.
+# `exp2_by_bits` calls no exponential. Hidden keys have the score -inf. If $2^x$ is below $2^{-126}$, return anything
+# from 0 to $2^{-126}$. `smallest_degree` computes in float64, on about 1,000 places.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1998,7 +1998,7 @@ predicted_degrees = None  # your guess, two integers
 # ```text
 # exp2_by_bits      keep x at -127 or above;  n: x rounded down;  f: the rest
 #                   the polynomial at f, by Horner's rule
-#                   its bits as an integer, plus n moved to bit 23, read as float32 again
+#                   its bits as an integer, plus n moved to bit 23;  at least 0;  read as float32 again
 # smallest_degree   places f in float64;  for each polynomial: its ratio to the true power, less 1
 #                   the first whose largest absolute value is small enough: one less than it has coefficients
 # ```
@@ -2017,7 +2017,7 @@ def exp2_by_bits(x, coefficients):
     for c in coefficients:
         value = value * (x - whole) + c
     moved = value.view(torch.int32) + (whole.to(torch.int32) << 23)
-    return moved.view(torch.float32)
+    return moved.clamp(min=0).view(torch.float32)  # below 0 if the polynomial is below 1 at 0
     ### END SOLUTION
 
 
@@ -2261,16 +2261,18 @@ plotting.plot_rescalings(
 #
 # | function | takes | returns |
 # | --- | --- | --- |
-# | `launch_gap(trace)` | a DataFrame: a row for each kernel or copy, in any order, with `start_us`, `duration_us`, `name`, `stream` | the share of the time from the first start to the last end in which nothing runs, on any stream |
-# | `stall(report, kernel)` | a DataFrame with `launch`, `kernel`, `reason`, `cycles`, and a kernel's name | the reason for which this kernel's warps wait longest, and its share of all their waiting |
+# | `launch_gap(trace)` | a DataFrame: a row for each kernel or copy, in any order, with `start_us`, `duration_us`, `name`, `stream` | the share of the time from the first start to the last end in which no stream runs anything |
+# | `stall(report, kernel)` | a DataFrame: a row for each launch and reason, with `launch`, `kernel`, `reason`, `cycles`; a kernel's full name | the reason for which this kernel's warps wait longest, and its share of all their waiting |
 #
 # `cycles` is the average time that a warp waited for this reason between two instructions. `"selected"` is not a wait: in this
-# cycle the warp issues an instruction. If a kernel has several launches, average each reason's cycles over them.
+# cycle the warp issues an instruction. `"not_selected"` *is* a wait. If a kernel has several launches, average each reason's
+# cycles over them; a launch without a row for a reason did not measure it, so average over the others. Leave both DataFrames
+# as they are.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
 # A copy runs from 10 to 70 µs, and two kernels from 30 to 35 and from 40 to 50. For how long does something run? Why is the sum of the
-# durations wrong, and why is the last row's end?
+# durations wrong, and why is the end of the last row not the end of the time?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
