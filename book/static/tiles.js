@@ -114,9 +114,9 @@ const labTiles = (() => {
       const least = best(table);
       const advice = least
         ? `Of those that fit, Br = ${least.blockQ}, Bc = ${least.blockK} moves least.`
-        : "No pair fits, not even 16 x 16: take a smaller head dimension, a smaller dtype, or " +
+        : "No pair fits, not even 16 x 16: use a smaller head dimension, a smaller dtype, or " +
           "more fast memory.";
-      return `${pair} does not fit: it needs ${size}, and there are ${room}. ${advice}`;
+      return `${pair} does not fit: it needs ${size}, but there are only ${room}. ${advice}`;
     }
     const ratio = row.traffic / table.textbook;
     let against = "the textbook's tiles do not fit";
