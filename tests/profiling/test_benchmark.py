@@ -172,3 +172,10 @@ def test_peers_are_compared_by_shape_and_pass_and_what_did_not_run_counts_nowher
     assert ratios["TFLOP/s"].tolist() == pytest.approx([10.0, 12.5, 10.0, 25.0, 10.0, 12.5])
     means = geometric_means(ratios).set_index("pass")
     assert means.loc["forward", ["mean", "smallest"]].tolist() == pytest.approx([2.0, 1.0])
+
+
+def test_a_raised_ceiling_is_not_said_on_stdout(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "raise_beaten", lambda device, reached: "raised")
+    run_grid([Case("standard", 16, heads=1, head_dim=8)], **QUICK)
+    said = capsys.readouterr()
+    assert ("raised" in said.err, said.out) == (True, "")
