@@ -1,7 +1,7 @@
 """A class, whose grading is killed twice on the way and resumed: nothing lost, nothing twice.
 
 The test takes eight students and one notebook. For 200 students with all four notebooks, of whom a
-tenth is hostile (on two cores an hour and a half):
+tenth is hostile (47 minutes on two cores):
 
     python -m tests.grader.test_class_of_200 200 FOLDER
 """
