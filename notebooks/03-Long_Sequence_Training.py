@@ -748,9 +748,9 @@ fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 
 # %% [markdown]
 # By the plan, the same GPU takes a hundred times as many tokens with a 16-bit stream, and 390 times as many with host
-# memory. Is it true? The dots were measured on an H200 whose
-# allocator was limited to 16 GiB (`context-16gib-short-h200`, `context-16gib-long-h200`,
-# `context-16gib-million-h200`); `million-h200` uses the whole card:
+# memory. Is it true? The dots in the figure were measured on an H200 whose allocator was limited to 16 GiB
+# (`context-16gib-short-h200`, `context-16gib-long-h200`, `context-16gib-million-h200`); `million-h200` uses the whole
+# card. The factor in the figure's title holds at a million tokens:
 #
 # ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, with a 16-bit stream beyond 400K, and with host memory beyond a million; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
 #
@@ -1108,13 +1108,16 @@ print(f"the plain average is off by {error:.0%}")
 # ### Exercise 3-4 · Merge partial results
 # ●●○ · 12 minutes · 5 points
 #
-# $\ell_a$, $\ell_b$ are the log-sum-exps of two disjoint sets of keys, and $o_a$, $o_b$ the outputs of attention over each. Then
+# Two sets $a$ and $b$ of keys have no key in common. Attention over each gives an output, $O_a$ or $O_b$, and a log-sum-exp, $L_a$ or
+# $L_b$. Over both together:
 #
-# $$\ell = \ln\left(e^{\ell_a} + e^{\ell_b}\right), \qquad o = e^{\ell_a - \ell}\, o_a + e^{\ell_b - \ell}\, o_b$$
+# $$L = \ln\left(e^{L_a} + e^{L_b}\right), \qquad O = e^{L_a - L}\, O_a + e^{L_b - L}\, O_b$$
+#
+# In code, `out` and `lse` are $O_a$ and $L_a$, the result so far, and `part` and `part_lse` are $O_b$ and $L_b$, the next part.
 #
 # | function | takes | returns |
 # | --- | --- | --- |
-# | `merge(out, lse, part, part_lse)` | the result so far: `out` `(..., rows, head_dim)` and `lse` `(..., rows)`, float32; the next part: `part`, with the shape of `out`, in float32, bfloat16 or float16, and `part_lse`, float32 | the new result `(out, lse)`, both float32 |
+# | `merge(out, lse, part, part_lse)` | `out` `(..., rows, head_dim)` and `lse` `(..., rows)`, both float32; `part`, with the shape of `out`, in float32, bfloat16 or float16; `part_lse`, with the shape of `lse`, float32 | the new result `(out, lse)`, both float32 |
 # | `merge_all(parts)` | an iterable (perhaps a generator) of at least one `(part, part_lse)`, in any order | `(out, lse)` over all keys: `out` in the parts' dtype, rounded *once*; `lse` float32 |
 #
 # If a query sees no key of a part, its `part_lse` is -inf and its `part` is 0. If the query has seen no key at all so
@@ -1129,14 +1132,15 @@ print(f"the plain average is off by {error:.0%}")
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `torch.logaddexp` computes $\ell$ without overflow. The weights can still be NaN, from `-inf - (-inf)`: let `masked_fill` put a 0
-# where $\ell$ is -inf, before you subtract. `weight[..., None]` adds a dimension for `head_dim`. float32 times bfloat16 is float32.
+# `torch.logaddexp` computes $L$ without overflow. The weights can still be NaN, from `-inf - (-inf)`: let
+# `masked_fill` put a 0 where $L$ is -inf, before you subtract. `weight[..., None]` adds a dimension for `head_dim`.
+# float32 times bfloat16 is float32.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
 # ```text
-# merge      l = logaddexp of both;  safe = l with 0 in place of -inf
-#            the weights exp(lse - safe) and exp(part_lse - safe), each [..., None];  the weighted sum, and l
+# merge      L = logaddexp of both;  safe = L with 0 in place of -inf
+#            the weights exp(lse - safe) and exp(part_lse - safe), each [..., None];  the weighted sum, and L
 # merge_all  parts = iter(parts);  begin with next(parts), in float32;  merge the others into it;  cast out back, once
 # ```
 # </details>
@@ -1447,9 +1451,10 @@ noticed = int((by_case > 1.1 * by_case["one device"]).sum())
 checks.compare_prediction("Mistakes that a loss curve shows", predicted_noticed, noticed)
 
 # %% [markdown]
-# The first two raise the loss so much that you would notice. The third is the worst, because it changes the loss by only 2%: the
-# last token of each chunk gets a wrong label, nobody notices, and the model learns it. (A label is the *next* token, and for the
-# last token of a chunk that is on another rank.) So compare the loss with one device, to the last digits, before you train on many.
+# You would notice the first two. The third is the worst, because it changes the loss by only 2%. The label of a token
+# is the *next* token, and the last token of a chunk has its next token on another rank. If you shift after the cut,
+# this last token gets a wrong label, and the model learns it. So compare the loss with that of one device, to the
+# last digits, before you train on several.
 #
 # Which rank computed, and which one waited? PyTorch's profiler records four forward passes over 4,096 tokens; the chart shows the
 # fastest.
