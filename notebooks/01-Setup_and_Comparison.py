@@ -20,8 +20,8 @@
 # - write textbook attention, and say how much memory it needs;
 # - explain why memory traffic, not arithmetic, makes it slow;
 # - write FlashAttention: online softmax, tiled forward, backward by recomputation;
-# - call the fast implementations, know which kernel ran, and compare their time, memory and error; - choose a dtype,
-#   and understand the errors that a wrong dtype causes.
+# - call the fast implementations, know which kernel ran, and compare their time, memory and error;
+# - choose a dtype, and understand the errors that a wrong dtype causes.
 #
 # **Time** about 220 minutes; the exercises take 172 of them. Sections marked *further* are optional.
 #
