@@ -11,8 +11,9 @@
 #
 # ![Memory against sequence length: textbook attention needs 100 GiB at some ten thousand tokens, FlashAttention at a hundred thousand.](../theory/figures/memory-by-length.png)
 #
-# Textbook attention (black) outgrows every GPU. FlashAttention (blue) computes exactly the same numbers, in memory that grows
-# with the length instead of its square. In this notebook you write it.
+# Textbook attention (black) outgrows every GPU. FlashAttention (blue) computes the same result exactly. Its memory
+# grows with the length; the textbook's grows with the square of the length. In this notebook you write
+# FlashAttention.
 #
 # **After this notebook you can**
 #
@@ -20,25 +21,26 @@
 # - explain why memory traffic, not arithmetic, makes it slow;
 # - write FlashAttention: online softmax, tiled forward, backward by recomputation;
 # - call the fast implementations, know which kernel ran, and compare their time, memory and error;
-# - choose a dtype that neither overflows nor wastes digits, and read the errors that a wrong one gives.
+# - choose a dtype, and understand the errors that a wrong dtype causes.
 #
 # **Time** about 220 minutes; the exercises take 172 of them. Sections marked *further* are optional.
 #
 # - *In an afternoon*, 107 minutes: the core, sections 1.1 to 1.5 and 1.7 to 1.9, without the backward pass (1.6).
 # - *In a little over half an hour*: section 1.4 with exercise 1-3, and step 1 of exercise 1-4.
 #
-# **You need** PyTorch (tensors, autograd, `matmul`), but no CUDA and no GPU: PyTorch has a FlashAttention kernel for CPUs,
-# too. If you have a GPU, the cells use it, at larger sizes.
+# **You need** PyTorch (tensors, autograd, `matmul`), but no CUDA and no GPU: PyTorch has a FlashAttention kernel for
+# CPUs, too. If you have a GPU, the cells use it, with more heads.
 #
 # **Further reading:** the theory chapters [1, Attention's memory
 # bottleneck](../theory/01-memory-bottleneck.md), [2, Online softmax](../theory/02-online-softmax.md), [3, Forward and
 # backward](../theory/03-forward-and-backward.md) and [6, Precision](../theory/06-precision.md). The
 # [glossary](../theory/glossary.md) defines the terms.
 #
-# **How to work.** Run the cells in order. In eight exercises you replace `raise NotImplementedError` with your code. The check
-# cells tell you what is still wrong, and hints unfold in three stages. When your checks pass, compare your code with the lab's
-# copy of this notebook (in `notebooks/`), if your course hands out solutions. Write down a guess before each measurement. *Run
-# All* stops at the first unsolved exercise, but shows you the end of the notebook: scroll up to the red message.
+# **How to work.** Run the cells in order. In eight exercises you replace `raise NotImplementedError` with your code.
+# The check cells tell you what is still wrong, and hints unfold in three stages. When your checks pass, compare your
+# code with the lab's copy of this notebook (in `notebooks/`), if your course hands out solutions. Write down a guess
+# before each measurement. *Run All* stops at the first unsolved exercise and then shows the end of the notebook:
+# scroll up to the red message.
 
 # %%
 import math
@@ -53,10 +55,10 @@ torch.manual_seed(0)
 environment_card()
 
 # %% [markdown]
-# The card above names your device and lists the attention implementations, called *backends*, that run on it. For the others
-# it gives the reason. Those that run are enough for this notebook: `standard` is textbook attention, and `flash_torch`,
-# FlashAttention in plain PyTorch, runs on any device. In a terminal, `labsupport doctor` says how to fix each problem, and
-# whether other programs keep the machine busy: measured times are then too long.
+# The card above names your device. It lists the implementations of attention, called *backends*: those that run here,
+# and the reason why each of the others does not. Two run on any device: `standard` is textbook attention, and
+# `flash_torch` is FlashAttention in plain PyTorch. In a terminal, `labsupport doctor` says how to fix problems. It
+# also warns if other programs keep the machine busy, which makes measured times too long.
 #
 # The following cell picks sizes that suit your device. `heads` and `head_dim` are those of a small model.
 
@@ -77,11 +79,11 @@ lengths = [512, 1024, 2048, 4096]
 # O = P V \in \mathbb{R}^{N_q \times d}
 # $$
 #
-# Row $i$ of $P$ says how much query $i$ takes from each value. A *mask* hides some keys from some
-# queries: their weight must be 0. A language model hides the future this way (a *causal* mask).
+# Row $i$ of $P$ says how much query $i$ takes from each value. A *mask* hides some keys from some queries: a hidden
+# key gets the weight 0. A language model hides the future with a *causal* mask.
 #
-# To hide a key, set its score $s$ to $-\infty$, because its weight is $e^{s}/\sum e^{s}$. The next cell shows what goes wrong
-# with a large negative number instead, and where $-\infty$ needs care.
+# To hide a key, set its score $s$ to $-\infty$. Then its weight, $e^{s}/\sum e^{s}$, is 0. The next cell first tries
+# a large negative number, and then $-\infty$.
 
 # %%
 scores = torch.zeros(2, 3, dtype=torch.float16)
@@ -97,9 +99,9 @@ plotting.plot_weights({"this mask (dark: visible)": mask, "causal": torch.ones(6
 
 
 # %% [markdown]
-# The number $-10^9$ does not fit into float16, whose largest value is 65,504. With $-\infty$, a row that is hidden completely
-# becomes $0/0$ = NaN. Such rows occur in practice: padding in a batch makes them.
-# FlashAttention and PyTorch's SDPA *define* their output as 0, and so will you.
+# The number $-10^9$ does not fit into float16, whose largest value is 65,504. With $-\infty$, a row whose keys are
+# all hidden becomes $0/0$ = NaN. Padding in a batch makes such rows. FlashAttention and PyTorch's
+# `scaled_dot_product_attention` (SDPA) *define* the output of such a row as 0, and so will you.
 
 # %% [markdown]
 # ### Exercise 1-1 · Textbook attention with a mask
@@ -119,8 +121,8 @@ plotting.plot_weights({"this mask (dark: visible)": mask, "causal": torch.ones(6
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `k.mT` transposes the last two dimensions. `masked_fill` returns a copy with some entries replaced. The
-# head dimension is `q.shape[-1]`; the name `head_dim` belongs to another cell.
+# `k.mT` transposes the last two dimensions. `masked_fill` returns a copy with some entries replaced. The head
+# dimension is `q.shape[-1]`, which may differ from this notebook's `head_dim`.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -128,7 +130,7 @@ plotting.plot_weights({"this mask (dark: visible)": mask, "causal": torch.ones(6
 # scores = q times k transposed, divided by the square root of q's last dimension
 # if there is a mask: scores become -inf where it is False
 # weights = softmax of each row of scores
-# if there is a mask: a row in which it is False throughout becomes 0
+# if there is a mask: where a row of it is all False, that row of weights becomes 0
 # ```
 #
 # `mask.any(dim=-1, keepdim=True)` says which queries see anything.
@@ -186,15 +188,15 @@ plotting.plot_weights(
 
 
 # %% [markdown]
-# Queries and keys are the same vectors here, so each token attends most to itself, if it may. In the last picture the first
-# six queries see nothing: their rows are 0.
+# Here queries and keys are the same vectors, so each token attends most to itself, unless the mask hides it. In the
+# last picture the first six queries see nothing, so their rows are 0.
 
 # %% [markdown]
 # ## 1.2 · What it costs: N × N
 # *Core · 8 minutes*
 #
-# Textbook attention stores $S$ and $P$ at the same time, with `seqlen` × `seqlen` entries each, for every head and sequence of
-# the batch.
+# Textbook attention stores $S$ and $P$ at the same time. Each has `seqlen` × `seqlen` entries for every head and
+# every sequence of the batch.
 #
 # ### Exercise 1-2 · The memory of N × N
 # ●○○ · 5 minutes · 3 points
@@ -204,7 +206,7 @@ plotting.plot_weights(
 # | | returns |
 # | --- | --- |
 # | `score_bytes(batch, heads, seqlen, bytes_per_element)` | the bytes of $S$ and $P$ together, an integer |
-# | `longest_that_fits(memory, batch, heads, bytes_per_element)` | the length, an integer, of the longest sequence whose $S$ and $P$ fit into `memory` bytes (an integer, too) |
+# | `longest_that_fits(memory, batch, heads, bytes_per_element)` | the length of the longest sequence whose $S$ and $P$ fit into `memory` bytes; both are integers |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -282,7 +284,8 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Twice the length takes four times the memory, as the formula says. The small difference is the output.
+# Twice the length takes four times the memory, as the formula says. The measured values are a little larger, because
+# they include the output.
 #
 # <details><summary>Does <em>your</em> function need about 1.5 times the formula? Which third matrix is alive at the same time?</summary>
 #
@@ -303,8 +306,9 @@ for seqlen in (4096, 16_384, 65_536, 131_072):
 # ## 1.3 · Memory is slow, arithmetic is fast
 # *Core · 6 minutes*
 #
-# Big matrices also cost time. A processor computes on small, fast memory next to its arithmetic units (SRAM: a GPU's shared
-# memory, a CPU's caches). The large memory (HBM on a data-centre GPU, DRAM in a laptop) is far away and slow:
+# Big matrices also cost time. A processor computes with numbers in a small, fast memory next to its arithmetic units:
+# SRAM, which is a GPU's shared memory or a CPU's caches. The large memory is far away and slow: HBM on a data-centre
+# GPU, DRAM in a laptop. Some GPUs in numbers:
 
 # %%
 from labsupport.profiling import hardware_table, measured_ceilings
@@ -329,7 +333,7 @@ print(f"SRAM of one multiprocessor: up to {gpus.shared_kib_per_sm.max():.0f} KiB
 print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB")
 
 # %% [markdown]
-# They do not fit. So textbook attention sends $S$ and $P$ through the slow memory, at least four times:
+# The scores do not fit. So textbook attention moves $S$ and $P$ through the slow memory, at least four times:
 #
 # | step | reads | writes |
 # | --- | --- | --- |
@@ -339,13 +343,12 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 #
 # ![Textbook attention as four kernels, which pass S and P to one another through the slow memory; beside it FlashAttention, one kernel that reads Q, K and V and writes O.](../theory/figures/textbook-passes.png)
 #
-# In PyTorch it is more than four: scaling, masking and normalising each read and write the whole matrix once more.
+# PyTorch makes more trips: scaling, masking and normalising each read and write the whole matrix once more.
 #
-# Two things take time in a forward pass. The bytes move at the speed of the memory. The arithmetic, $4N^2d$
+# Two things take time in a forward pass. Bytes move at the speed of the memory. The arithmetic, $4N^2d$
 # floating-point operations (FLOPs) per head, runs at the speed of matrix multiplication. The pass takes at least as
-# long as the slower of the two. The next cells *measure* both
-# speeds on your device, and take the H200's from the table. Guess: on the H200, moving the bytes takes how many times as
-# long as the arithmetic?
+# long as the slower of the two. The next cells *measure* both speeds on your device, and take the H200's from the
+# table. Guess: on the H200, moving the bytes takes how many times as long as the arithmetic?
 
 # %%
 predicted_ratio = None  # H200: how many times as long do the bytes take as the arithmetic?
@@ -382,9 +385,9 @@ checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio,
 # On the H200 the textbook's bytes take 6.5 times as long as the arithmetic, so the GPU's arithmetic units would wait most of
 # the time.
 #
-# On a CPU the arithmetic is slow as well, and often takes longer than the bytes. The textbook still needs far longer than
-# either (section 1.8): it makes more than four trips, allocates memory for each matrix, and computes its exponentials in a
-# separate pass. (Is float16 far slower than float32 on your CPU? Many CPUs have no fast instructions for it.)
+# On a CPU the arithmetic is slow as well, and often takes longer than the bytes. Textbook attention takes far longer
+# than both (section 1.8), because it makes more than four trips and allocates memory for each matrix. (Many CPUs have
+# no fast instructions for float16, so it may be slower than float32.)
 
 # %% [markdown]
 # ![Speed against FLOPs per byte on an H200: the textbook lies far down the slope that the memory sets, the fused kernels are near the roof of the arithmetic.](../theory/figures/roofline-h200.png)
@@ -396,18 +399,19 @@ checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio,
 # 2. *Online softmax*: normalise a row without having seen all of it.
 # 3. *Recomputation*: in the backward pass compute the tiles again, instead of storing them.
 #
-# *Fusion*, an implementation in one kernel, then keeps each tile on the chip from the first multiplication to the last.
+# *Fusion* then puts all steps into one *kernel*, a program that the device runs as a whole. So each tile stays on the
+# chip from the first multiplication to the last.
 #
-# > **A common error.** "FlashAttention's memory accesses are $O(N)$." Its extra *memory* is $O(N)$. Its
-# > accesses are $\Theta(N^2 d^2 / M)$ for an on-chip memory of $M$ elements, against
-# > $\Theta(Nd + N^2)$ for the textbook (Dao et al. 2022, theorem 2): less by a factor of about $M/d^2$, but
-# > still quadratic in $N$.
+# > **A common error.** "FlashAttention's memory accesses are $O(N)$." Its extra *memory* is $O(N)$. Its accesses are
+# > $\Theta(N^2 d^2 / M)$ for an on-chip memory of $M$ elements, against $\Theta(Nd + N^2)$ for the textbook (Dao et
+# > al. 2022, theorem 2). That is less by a factor of about $M/d^2$, but still quadratic in $N$.
 
 # %% [markdown]
 # ## 1.4 · The obstacle: softmax wants the whole row
 # *Core · 23 minutes*
 #
-# To normalise a row you need the sum over all its entries. You also need its largest entry, because $e^{s}$ overflows for large $s$:
+# To normalise a row you need the sum over all its entries. You also need its largest entry: $e^{s}$ overflows for
+# large $s$, so the largest entry is subtracted first.
 
 # %% tags=["nbval-check-output"]
 row = torch.tensor([998.0, 1000.0, 999.0, 1001.0])
@@ -416,7 +420,7 @@ for name, s in (("as it stands", row), ("maximum subtracted", shifted)):
     print(f"{name:20}", [f"{p:.4f}" for p in s.exp() / s.exp().sum()])
 
 # %% [markdown]
-# Some pseudo-code takes the softmax of each block, and adds up the results. That is wrong, by far more than rounding:
+# A common mistake is to take the softmax of each block and add up the results. The error is far larger than rounding:
 
 # %% tags=["nbval-check-output"]
 values = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
@@ -426,8 +430,8 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 
 
 # %% [markdown]
-# Each block was normalised to 1 on its own, so the blocks lost their relative weight. Instead, divide only at the end, and
-# carry two numbers for each row:
+# Each block was normalised to 1, so the blocks lost their relative weight. Instead, divide only at the end. Until
+# then, carry two numbers for each row:
 #
 # - $m$, the largest score seen so far, and
 # - $\ell = \sum e^{s - m}$ over the scores seen so far.
@@ -486,8 +490,8 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 #     m = m_new
 # ```
 #
-# While `m` is still `-inf`, `m - m_new` may be `-inf - (-inf)`, which is NaN. So where `m_new` is `-inf`, subtract 0 instead
-# (use `masked_fill`).
+# If `m` and `m_new` are both `-inf`, `m - m_new` is NaN. So where `m_new` is `-inf`, subtract 0 instead (use
+# `masked_fill`).
 # </details></details></details>
 
 
@@ -526,10 +530,10 @@ checks.check_running_streams(running_max_and_sum)
 #
 # ![Two trees of merges for the eight scores, a chain and a balanced tree: both end in m = 5 and a sum of 1.646.](../theory/figures/merge-orders.png)
 #
-# The pair $(m, \ell)$ is often stored as one number, the *log-sum-exp*
-# $L = m + \ln \ell = \ln \sum e^{s}$. If you know the $L$ of two attention results over *different keys*, you can merge them.
-# Their weights are $e^{L_a - L}$ and $e^{L_b - L}$ with
-# $L = \ln(e^{L_a} + e^{L_b})$. Ring attention and split-KV decoding, in later notebooks, are built on this.
+# The pair $(m, \ell)$ is often stored as one number, the *log-sum-exp* $L = m + \ln \ell = \ln \sum e^{s}$. Take two
+# results of attention over *different keys*, with log-sum-exps $L_a$ and $L_b$. You can merge the two: add them with
+# weights $e^{L_a - L}$ and $e^{L_b - L}$, where $L = \ln(e^{L_a} + e^{L_b})$. Ring attention and split-KV decoding,
+# in later notebooks, use this.
 
 # %% tags=["nbval-check-output"]
 from labsupport.attention import merge_attention, oracle_attention
@@ -547,9 +551,10 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 # ## 1.5 · FlashAttention, forward
 # *Core · 43 minutes*
 #
-# Now combine both ideas. Cut $Q$ into blocks of $B_r$ rows, and $K$ and $V$ into blocks of $B_c$ rows. For
-# each block of $Q$, go through the blocks of $K$ and $V$, and carry $m$, $\ell$ and the *unnormalised* output
-# $O$ along. $O$ is a sum of $e^{s-m} v$, so it is corrected exactly like $\ell$:
+# Now combine tiling and online softmax. Cut $Q$ into blocks of $B_r$ rows, and $K$ and $V$ into blocks of $B_c$ rows.
+# For each block of $Q$, go through the blocks of $K$ and $V$, and carry $m$, $\ell$ and the *unnormalised* output $O$
+# along. $O$ is a sum of $e^{s-m} v$, so you correct it exactly like $\ell$. With $S_{ij}$ for the tile of scores of
+# block $i$ of $Q$ and block $j$ of $K$:
 #
 # $$
 # O' = e^{m - m'}\, O + e^{S_{ij} - m'}\, V_j
@@ -559,27 +564,25 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 #
 # ![Left, the forward pass: one block of queries meets all blocks of keys, row by row. Right, the backward pass: one block of keys meets all blocks of queries.](../theory/figures/loop-order.png)
 #
-# The left half of the drawing is the forward pass: one *worker* takes one block of $Q$, and keeps $m$, $\ell$ and $O$ of that
-# block. (This is version 2 of the algorithm: the outer loop runs over $Q$, and the division happens once. In version 1 the outer
-# loop ran over $K$ and $V$, and each step normalised.)
+# The left half of the drawing is the forward pass: one *worker* takes one block of $Q$, and keeps $m$, $\ell$ and $O$
+# of that block. (This is version 2 of the algorithm. In version 1 the outer loop ran over $K$ and $V$.)
 
 # %% [markdown]
 # ### Exercise 1-4 · The tiled forward, in three steps
 # ●●● · 40 minutes · 7 points
 #
-# You extend one function in each step. Then run its cell again, and the checks of that step.
+# In each step you extend the same function. Then run its cell and the checks of that step again.
 #
 # | | shape | |
 # | --- | --- | --- |
 # | `q` | `(..., seqlen_q, head_dim)` | queries |
 # | `k`, `v` | `(..., seqlen_k, head_dim)` | keys and values |
 # | `is_causal` | bool | step 3: if true, query `i` sees keys up to `i + seqlen_k - seqlen_q` |
-# | `block_q`, `block_k` | integers | rows and columns of a tile; need not divide the lengths |
+# | `block_q`, `block_k` | integers | rows and columns of a tile; the last tile may be smaller |
 # | returns `out` | `(..., seqlen_q, head_dim)` | |
 # | returns `lse` | `(..., seqlen_q)` | $L$, natural logarithm; `-inf` for a query that sees no key |
 #
 # Create no tensor of `seqlen_q` × `seqlen_k`, not even a mask. A query that sees no key gets output 0.
-# You need not skip empty tiles.
 #
 # #### Step 1 · One block of rows · 15 minutes, 3 points
 #
@@ -592,9 +595,9 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `x[..., cols, :]`, with `cols` a slice, takes a block out of a tensor with any leading dimensions. $m$ and $\ell$ have one number
-# for each query, $O$ has one row: to combine them with a tile or with $O$, write `m[..., None]`. Divide by $\ell$ once, after the
-# last block.
+# `x[..., cols, :]`, with `cols` a slice, takes a block out of a tensor with any leading dimensions. $m$ and $\ell$
+# have one number for each query, while a tile and $O$ have one row. To combine the two kinds, write `m[..., None]`.
+# Divide by $\ell$ once, after the last block.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -691,9 +694,9 @@ checks.check_forward_values(my_flash_forward, seed=41)
 # %% [markdown]
 # #### Step 3 · A causal mask · 15 minutes, 3 points
 #
-# "Lower triangle" is clear only if there are as many queries as keys. During generation there is one new query and a long
-# cache of keys. That query is the *last* token, so it must see everything: flash-attn (version 2.1 and later) and this lab
-# align the mask at the bottom right. PyTorch's `is_causal=True` aligns at the top left:
+# "Lower triangle" is clear only if there are as many queries as keys. During generation there is one new query and a
+# long cache of keys. That query is the *last* token, so it must see all keys. Therefore flash-attn (version 2.1 and
+# later) and this lab align the mask at the bottom right. PyTorch's `is_causal=True` aligns it at the top left:
 
 # %% tags=["nbval-check-output"]
 ones = torch.ones(2, 5, dtype=torch.bool)
@@ -707,13 +710,13 @@ print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist
 plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 
 # %% [markdown]
-# Tiles above the diagonal can be skipped, and only tiles on the diagonal need a mask. (You may also compute every tile,
-# and mask it.) Add the mask of one tile to your function. Some rows may see no key, because `seqlen_q` may be larger
-# than `seqlen_k`.
+# You can skip tiles above the diagonal, and only tiles on the diagonal need a mask. (You may also compute and mask
+# every tile.) Add the mask to your function, tile by tile. If `seqlen_q` is larger than `seqlen_k`, some rows see no
+# key.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Which positions in the whole sequence do the rows and columns of this tile have?
+# Where in the whole sequence are the rows and columns of this tile?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -740,26 +743,26 @@ checks.check_forward_memory(my_flash_forward)
 
 
 # %% [markdown]
-# You have written FlashAttention's forward pass. A GPU kernel runs the same algorithm, but keeps the tile, $m$, $\ell$ and $O$
-# in on-chip memory through the inner loop, and runs many blocks of $Q$ in parallel. In PyTorch, each of your lines is a
-# separate kernel that reads and writes main memory (or, on a CPU, a cache if you are lucky).
+# You have written FlashAttention's forward pass. A GPU kernel runs the same algorithm, but keeps the tile, $m$,
+# $\ell$ and $O$ in on-chip memory through the inner loop, and runs many blocks of $Q$ in parallel. In PyTorch, each
+# of your lines is a separate kernel that reads and writes main memory.
 
 # %% [markdown]
 # ## 1.6 · FlashAttention, backward
 # *Further (optional) · 49 minutes*
 #
-# The backward pass needs $P$ again. The textbook stores it in the forward pass. FlashAttention stores only
-# $L$, one number a row, and computes each tile of $P$ from it: $P_{ij} = e^{S_{ij} - L_i}$.
-# With the gradient $dO$ of the output:
+# The backward pass needs $P$ again. The textbook stores it in the forward pass. FlashAttention stores only $L$, one
+# number for each row, and computes each tile of $P$ from it: $P_{ij} = e^{S_{ij} - L_i}$. With the gradient $dO$ of
+# the output, and $\circ$ for the product entry by entry:
 #
 # $$
 # dV = P^\top dO, \qquad dP = dO\, V^\top, \qquad
 # dS = P \circ (dP - D), \qquad dQ = \tfrac{1}{\sqrt d}\, dS\, K, \qquad dK = \tfrac{1}{\sqrt d}\, dS^\top Q
 # $$
 #
-# $D$ comes from the derivative of a softmax row, $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. So $D$ is a column, one
-# number for each query: $D_i = \sum_k P_{ik}\, dP_{ik}$. The sum runs over the whole row, and a tile is only a part of it. But
-# you can also compute $D$ from tensors of the inputs' size, without a second pass over the row. In step 2 you find out how.
+# $D$ comes from the derivative of a softmax row, $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. So $D$ is a
+# column, one number for each query: $D_i = \sum_k P_{ik}\, dP_{ik}$. This sum runs over a whole row, but a tile has
+# only a part of the row. In step 2 you find a way to compute $D$ without the row.
 #
 # The right half of the drawing in section 1.5 is the loop: one worker keeps $dK$ and $dV$ of one block of keys, and
 # all workers add to $dQ$.
@@ -773,7 +776,7 @@ checks.check_forward_memory(my_flash_forward)
 # ### Exercise 1-5 · The backward, by recomputation, in three steps
 # ●●● · 45 minutes · 6 points
 #
-# Again you extend one function: first it returns `dv`, in the end all three gradients. In step 2 you write a small second function.
+# Again you extend one function in three steps. In step 2 you also write a small second function.
 #
 # | `my_flash_backward` | shape | |
 # | --- | --- | --- |
@@ -794,8 +797,8 @@ checks.check_forward_memory(my_flash_forward)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Let the outer loop run over the blocks of keys, as version 2's backward does: then `dv` of a block is finished when its inner loop
-# ends. A tile of $P$ is $e^{S - L}$; `lse` needs a last dimension of 1 there.
+# Let the outer loop run over the blocks of keys, as version 2's backward does: then `dv` of a block is finished when
+# its inner loop ends. A tile of $P$ is $e^{S - L}$. There, give `lse` a last dimension of 1.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -847,14 +850,14 @@ checks.check_backward_dv(my_flash_backward, seed=53)
 # %% [markdown]
 # #### Step 2 · D, and with it dS · 15 minutes, 1 point
 #
-# ![One query: of its rows of P and dP the tile has two of eight entries; its rows of O and dO are there in full.](../theory/figures/row-and-tile.png)
+# ![One query: the tile has two of the eight entries in its rows of P and dP, and all of its rows of O and dO.](../theory/figures/row-and-tile.png)
 #
 # On paper: $D_i = \sum_k P_{ik}\, dP_{ik}$, where $dP_{ik}$ is the product of row $i$ of $dO$ with row $k$ of $V$. Express
 # $D$ without a sum over $k$. Then write $dS$ of one tile.
 #
 # | `score_gradient` | shape | |
 # | --- | --- | --- |
-# | `p` | `(..., rows, cols)` | one tile of $P$, without the other columns |
+# | `p` | `(..., rows, cols)` | one tile of $P$ |
 # | `dout`, `out` | `(..., rows, head_dim)` | the tile's rows of $dO$ and $O$ |
 # | `v` | `(..., cols, head_dim)` | the tile's rows of $V$ |
 # | returns `ds` | `(..., rows, cols)` | $P \circ (dP - D)$ |
@@ -903,8 +906,8 @@ checks.check_score_gradient(score_gradient, seed=54)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# The scale $1/\sqrt d$ appears in both: $S$ contains it, so $dQ$ and $dK$ do too. For a query without keys, replace its `lse` by
-# `+inf`: then `exp(s - lse)` is 0.
+# Both contain the scale $1/\sqrt d$, because $S$ does. For a query without keys, replace its `lse` by `+inf`: then
+# `exp(s - lse)` is 0.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -931,9 +934,10 @@ checks.check_backward_edges(my_flash_backward, seed=52)
 checks.check_backward_memory(my_flash_backward)
 
 # %% [markdown]
-# The two passes together make a `torch.autograd.Function`. The lab's is `FlashAttentionFunction`
-# (`labsupport/attention/flash_torch.py`). If your two functions pass their checks, the next cell builds the same from *yours*.
-# The cell after it compares the gradients with finite differences, and shows what is stored for the backward pass.
+# Both passes together make a `torch.autograd.Function`. The next cell builds one from your two functions if they pass
+# their checks, and from the lab's otherwise. (The lab's own class is `FlashAttentionFunction` in
+# `labsupport/attention/flash_torch.py`.) The cell after it compares the gradients with finite differences, and shows
+# what is stored for the backward pass.
 
 # %%
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
@@ -978,10 +982,10 @@ out = MyFlashAttention.apply(*inputs, True, 16)
 print("kept for the backward:", [tuple(t.shape) for t in out.grad_fn.saved_tensors])
 
 # %% [markdown]
-# Q, K, V, O and one vector are stored. None has two dimensions of length 20.
+# Q, K, V, O and one number for each row are stored, but no matrix of 20 × 20.
 #
-# `register_backend` gives your function a name, `"mine"`, under which the lab's tables, charts and models can use it, here
-# with larger blocks:
+# `register_backend` gives your function the name `"mine"`. The lab's tables, charts and models can then use it. The
+# blocks are larger here:
 
 # %%
 from labsupport.attention import register_backend
@@ -1004,10 +1008,9 @@ else:
 #
 # ![A token's vector, in which the heads lie side by side, in two layouts: token by token, and head by head.](../theory/figures/layouts.png)
 #
-# In the exercises, `seqlen` was the last dimension but one; in flash-attn's layout `heads` is. Models written for
-# `torch.nn.functional.scaled_dot_product_attention` (SDPA) use `(batch, heads, seqlen, head_dim)`. If you mix them up, shapes
-# still fit, but each token attends across heads. The lab's function raises an error if it sees more than 128 heads. It cannot
-# detect a shorter sequence in the wrong layout, so check your shapes.
+# Models written for SDPA use the other layout, `(batch, heads, seqlen, head_dim)`. If you mix up the two, shapes
+# still fit, but attention runs across the heads of one token instead of across tokens. The lab's function raises an
+# error if it sees more than 128 heads. It cannot detect a shorter sequence in the wrong layout, so check your shapes.
 
 # %%
 q, k, v = (
@@ -1030,8 +1033,9 @@ out = attention(q, k, v, causal=True)
 print(f"you predicted {predicted_backend}; it was:", last_call(), sep="\n")
 
 # %% [markdown]
-# `last_call()` shows which backend and kernel ran, and why others did not. If you ask for a backend by name, you get that one,
-# or an error with every reason. `flash_attention(...)` is the same function without the textbook implementations.
+# `last_call()` shows which backend and kernel ran, and why others did not. If you ask for a backend by name, you get
+# this backend, or an error that says why it cannot run. `flash_attention(...)` is the same function without the
+# textbook implementations.
 #
 # > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it uses its FlashAttention
 # > kernel by default. On a GPU the choice depends on dtype, mask, shape and GPU generation: on Hopper and Blackwell it tries
@@ -1047,10 +1051,10 @@ available_backends(device=device)
 # ## 1.8 · The comparison
 # *Core · 5 minutes*
 #
-# The measurement takes about half a minute. It compares the textbook (`standard`), the lab's FlashAttention in plain PyTorch
-# (`flash_torch`), yours (`mine`), and PyTorch's FlashAttention kernel (`sdpa_flash`) at four lengths. All get the same inputs
-# in the same dtype, without a mask. Guess: at 4,096 tokens, how many times as fast as the textbook is the forward pass of
-# `sdpa_flash`?
+# The measurement takes some seconds, on a slow CPU up to half a minute. It compares the textbook (`standard`), the
+# lab's FlashAttention in plain PyTorch (`flash_torch`), yours (`mine`), and PyTorch's FlashAttention kernel
+# (`sdpa_flash`) at four lengths. All get the same inputs in the same dtype, without a mask. Guess: at 4,096 tokens,
+# how many times as fast as the textbook is the forward pass of `sdpa_flash`?
 
 # %%
 predicted_speedup = None  # your guess, a number, before you run the next cells
@@ -1067,7 +1071,8 @@ chosen = [name for name in wanted if name in here]
 table = run_grid(
     grid(chosen, lengths, heads=heads, head_dim=head_dim, dtype=dtype),
     device=device,
-    max_seconds=0.2,
+    max_seconds=0.1,
+    measure_error=False,
 )
 table = speedup(table, over="standard")
 readable(table)
@@ -1089,8 +1094,9 @@ plotting.plot_time(
 # %% [markdown]
 # The dotted line is the time of the arithmetic alone, at the matrix-multiplication speed that you measured in section 1.3.
 #
-# At 512 tokens there is little memory to save, and each implementation has fixed costs: the gap is small, or even reversed.
-# The gain grows with the length until memory alone limits the textbook; from there on it stays about the same.
+# At 512 tokens there is little memory to save, and each implementation has fixed costs: the gap is small, or even
+# reversed. The gain grows with the length until memory alone limits the textbook. From there on the gain stays about
+# the same.
 
 # %%
 saving = longest.peak_memory_bytes["standard"] / longest.peak_memory_bytes[fused]
@@ -1101,14 +1107,14 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Remember this chart. The textbook's memory rises by a factor of 4 per doubling, as the formula says. All others, yours included,
-# rise far more slowly. (At short lengths fixed costs dominate: `flash_torch` and `mine` need one tile for
-# all heads together, `sdpa_flash` needs some scratch memory for each thread.) Your function has FlashAttention's memory, but not its
-# speed: it is a loop in Python, with a kernel for each line.
+# Remember this chart. The textbook's memory rises by a factor of 4 per doubling, as the formula says. The memory of
+# all others, yours included, rises far more slowly. (At short lengths, fixed costs such as the memory of one tile
+# dominate.) Your function has FlashAttention's memory, but not its speed: it is a loop in Python, with a kernel for
+# each line.
 
 # %% [markdown]
-# Now with the backward pass, for which the textbook stores $P$ and FlashAttention recomputes it. Guess: at 512 tokens, forward
-# and backward together, how many times as fast is `sdpa_flash`? (Less than 1 means slower.)
+# Now add the backward pass: the textbook stores $P$ for it, and FlashAttention recomputes $P$. Guess: at 512 tokens,
+# forward and backward together, how many times as fast is `sdpa_flash`? (Less than 1 means slower.)
 
 # %%
 predicted_small = None  # your guess, a number, before you run the next cell
@@ -1142,8 +1148,9 @@ masked.pivot(index="backend", columns="causal", values="speedup").round(1)
 # %% [markdown]
 # ### Out of memory is a result
 #
-# At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure, so that your machine does not
-# freeze; on a GPU it tries, and catches the error. Either way you get a row in the table.
+# At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure, so that your machine
+# does not freeze; on a GPU it tries, and catches the error. Either way you get a row in the table. (The prediction is
+# cautious: it allows for four matrices of $N \times N$, where the formula of exercise 1-2 counts two.)
 
 # %%
 cases = grid(["standard"], [262_144], heads=heads, head_dim=head_dim, dtype="float32")
@@ -1157,10 +1164,10 @@ for row in wall.itertuples():
 #
 # ![Relative error of one row in float32 against its number of keys: many rescalings hardly add to it, and many small blocks cost more than few large ones.](../theory/figures/rescaling-error.png)
 #
-# In exact arithmetic the implementations give equal results. In floating point, sums in another order round differently, and a
-# fixed tolerance such as $10^{-5}$ means nothing without a dtype and a measure. The next table compares each implementation
-# with an *oracle*, the same mathematics in float64. Guess: how many times as large is the textbook's error in bfloat16 as in
-# float32?
+# In exact arithmetic the implementations give equal results. In floating point, sums in another order round
+# differently. How large an error is acceptable depends on the dtype. The next table compares each implementation with
+# an *oracle*, the same mathematics in float64. Guess: how many times as large is the textbook's error in bfloat16 as
+# in float32?
 
 # %%
 predicted_growth = None  # your guess, a number, before you run the next cell
@@ -1179,8 +1186,8 @@ errors
 # implementation with the textbook *in the same dtype*. In flash-attn's tests the maximum error may be at most twice the
 # textbook's (three times for gradients), plus $10^{-5}$: the column *allowed*.
 #
-# FlashAttention often has a *smaller* error than the textbook, because it keeps scores and sums in float32. Fused kernels
-# round $P$ and the output. `flash_torch` rounds only the output. Compare their relative errors.
+# FlashAttention often has a *smaller* error than the textbook, because it keeps scores and sums in float32. Fused
+# kernels round $P$ and the output, and `flash_torch` rounds only the output: compare their relative errors.
 
 # %% [markdown]
 # ## 1.10 · Which dtype?
@@ -1190,8 +1197,8 @@ errors
 #
 # ![Ranges of float32, TF32, bfloat16 and float16 on a logarithmic axis: float16 ends at 65,504, bfloat16 reaches as far as float32.](../theory/figures/dtype-ranges.png)
 #
-# float16 has a small range. bfloat16 has float32's range, and steps eight times as coarse as float16's. A model that mixes
-# both may hand a kernel tensors that do not match:
+# float16 has a small range. bfloat16 has float32's range, and steps eight times as coarse as float16's. A model that
+# mixes dtypes may pass a kernel tensors that do not match:
 
 # %%
 q, k, v = (torch.randn(1, 128, 4, 64, device=device) for _ in range(3))
@@ -1201,7 +1208,7 @@ except RuntimeError as error:
     print(type(error).__name__, "-", str(error).split(". ")[0])
 
 # %% [markdown]
-# Kernels want *one* dtype for q, k and v. The kernel and the device decide which ones they take:
+# Kernels want *one* dtype for q, k and v. Each kernel takes only certain dtypes:
 #
 # | kernel | takes |
 # | --- | --- |
@@ -1209,8 +1216,9 @@ except RuntimeError as error:
 # | PyTorch's FlashAttention for GPUs, flash-attn | float16, bfloat16 (flash-attn 3 also FP8): the dtypes in which matrix units are fast |
 # | FlexAttention, this lab's `flash_triton` | float16, bfloat16, float32 |
 #
-# > **Two common errors.** "FlashAttention refuses float32." The GPU kernels do; the algorithm does not. "Mixed dtypes
-# > raise `TypeError`." They raise the error above. Inside `torch.autocast` they raise nothing: SDPA casts silently.
+# > **Two common errors.** "FlashAttention refuses float32." Only its GPU kernels do; the algorithm works in any
+# > dtype. "Mixed dtypes raise `TypeError`." They raise the error above. Inside `torch.autocast` there is no error:
+# > SDPA casts silently.
 #
 # ### Small inputs, large scores
 #
@@ -1235,9 +1243,9 @@ overflow
 
 
 # %% [markdown]
-# Textbook attention stores the scores in float16, where they are infinite, and the softmax of infinities is NaN. FlashAttention keeps its tile of
-# scores in float32, inside the kernel. So only the inputs have to fit into the dtype: a large $QK^\top$ causes *no
-# overflow*. (For rounding, its size does matter: see below.)
+# Textbook attention stores the scores in float16, where they are infinite, and the softmax of infinities is NaN.
+# FlashAttention keeps its tile of scores in float32, inside the kernel. So only the inputs have to fit into the
+# dtype: a large $QK^\top$ causes *no overflow*. (It does cause larger rounding errors: see below.)
 
 # %% [markdown]
 # ### Exercise 1-6 · Half precision, without regret
@@ -1250,8 +1258,8 @@ overflow
 # | `torch.bfloat16` | one of the three is bfloat16 already, or holds a finite number that float16 would turn into infinity: a magnitude of 65,520 or more |
 # | `torch.float16` | otherwise: its steps are finer |
 #
-# (float16 ends at 65,504, and its last step is 32 wide. Numbers less than half a step above the end are rounded down to
-# it; from half a step on, 65,504 + 16, they become infinity.)
+# (float16 ends at 65,504, and its last step is 32 wide. Numbers above the end are rounded down to 65,504 if they are
+# less than half a step away, and become infinity from 65,504 + 16 = 65,520 on.)
 #
 # ![The last numbers of float16 on a line, 32 apart: what lies below 65,520 rounds to 65,504, and from 65,520 on to infinity.](../theory/figures/float16-end.png)
 #
@@ -1260,7 +1268,8 @@ overflow
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Two reasons lead to bfloat16. How do you find each of them in one tensor? Which entries can neither dtype save?
+# Two reasons lead to bfloat16. How do you find each of them in one tensor? Which entries do not count, because
+# bfloat16 does not help them?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -1317,9 +1326,10 @@ checks.check_half_attention(half_attention, seed=63)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# The lab's `safe_flash_attention` does more: it casts up to float32 if the kernel accepts that, and uses bfloat16 also for
-# tensors that are too *small* for float16. Its report says what it did, with the error measured on a sample of the queries.
-# (`PrecisionTracker` checks the inputs of a whole model.) Here, `dtypes=` makes a CPU behave like a GPU:
+# The lab's `safe_flash_attention` does more: it casts to float32 if the kernel accepts that, and it also uses
+# bfloat16 for tensors that are too *small* for float16. Its report says what it did, and how large the error is on a
+# sample of the queries. (`PrecisionTracker` checks the inputs of a whole model.) Here, `dtypes=` makes a CPU behave
+# like a GPU:
 
 # %%
 import warnings
@@ -1332,21 +1342,21 @@ _, report = safe_flash_attention(q, k.bfloat16(), v, dtypes=halves, return_repor
 print(report)
 
 # %% [markdown]
-# The size of the scores also decides how much *rounding* matters. A score of 1,000 with a relative error of 0.0005 is off by
-# 0.5, which is enough to change which of two close keys gets the larger weight.
+# The size of the scores also decides how much *rounding* matters. A score of 1,000 with a relative error of 0.0005 is
+# off by 0.5. This can swap the order of two keys with similar scores.
 #
 # ![Relative error of the output against the size of the scores, for bfloat16, float16 and float32: it grows with the scores in each of them.](../theory/figures/error-by-scale.png)
 #
-# This error comes from rounding the *inputs*, so no kernel can avoid it. Models keep their scores small by the factor $1/\sqrt
-# d$ and by normalising q and k. [Chapter 6](../theory/06-precision.md) derives this, and has a table of which component of a
-# model belongs in which dtype, with experiments.
+# This error comes from rounding the *inputs*, so no kernel can avoid it. Models keep their scores small by the factor
+# $1/\sqrt d$ and by normalising q and k. [Chapter 6](../theory/06-precision.md) derives this, and has a table with
+# the right dtype for each component of a model.
 
 # %% [markdown]
 # ## 1.11 · On a data-centre GPU
 # *Further (optional) · 4 minutes*
 #
-# The small print of each chart names the device and date of the recorded measurements. If you have a GPU, compare them with
-# your own.
+# The charts of this section show recorded measurements; their small print names the device and the date. If you have
+# a GPU, compare them with your own measurements.
 
 # %%
 from labsupport.profiling import load_run
@@ -1379,8 +1389,7 @@ plotting.plot_memory(
 # `flash_torch` saves the memory but not the time: each of its small steps is a separate kernel, in float32, and the GPU's
 # tensor cores stay idle. *Fusion* fixes that. (`sdpa_math` is PyTorch's own textbook.)
 #
-# A causal mask changes the ratios here, too: FlashAttention skips half of the work, and the textbook needs more passes
-# to hide it. At 4,096 tokens:
+# A causal mask changes the ratios here, too (section 1.8). At 4,096 tokens:
 
 # %% tags=["nbval-check-output"]
 at_4k = everything[(everything.seqlen == 4096) & (everything.direction == "forward")]
@@ -1397,8 +1406,9 @@ print(recorded.attrs["provenance"]["command"])
 # ## 1.12 · Eight bits, and outliers
 # *Further (optional) · 25 minutes*
 #
-# GPUs from Hopper on multiply 8-bit floats, *FP8*, twice as fast as 16-bit ones, and flash-attn 3 has a forward pass for them. Queries
-# and keys use the format e4m3: a sign, 4 bits of exponent, 3 of significand. This is how it rounds numbers:
+# Hopper and later GPUs multiply 8-bit floats, *FP8*, twice as fast as 16-bit floats, and flash-attn 3 has a forward
+# pass for them. Queries and keys use the format e4m3: a sign, 4 bits of exponent, 3 of significand. It rounds numbers
+# like this:
 
 # %% tags=["nbval-check-output"]
 for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
@@ -1407,8 +1417,8 @@ for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
 
 
 # %% [markdown]
-# Rounding costs up to 6% of a number, unless it is below $2^{-6}$; smaller numbers lose more. The range ends at 448. So you
-# divide a tensor by a *scale* first, and multiply by it afterwards.
+# Rounding changes a number by up to 6%, and a number below $2^{-6}$ by more. The range ends at 448. So you divide a
+# tensor by a *scale* first, and multiply by it afterwards.
 #
 # ![The positive numbers of FP8 and of int8 up to 448: FP8's lie close together near 1 and far apart near 448, those of int8 at equal distances.](../theory/figures/fp8-steps.png)
 #
@@ -1423,10 +1433,11 @@ for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
 # | `round_to_fp8(x, block=None)` | | |
 # | --- | --- | --- |
 # | `x` | `(..., seqlen, head_dim)`, float32 | queries or keys |
-# | `block` | integer, or `None` | this many rows of one head share a scale; the last block may be shorter. `None`: one scale for the whole tensor |
+# | `block` | integer, or `None` | the number of rows of one head that share a scale; the last block may be shorter. `None`: one scale for the whole tensor |
 # | returns | like `x`, float32 | `x` rounded to `torch.float8_e4m3fn`, and scaled back |
 #
-# Choose each scale so that the largest absolute value of its group becomes 448. Zeros stay zeros, even if a whole block is zero.
+# Choose each scale so that the largest absolute value of its block (or of the tensor) becomes 448. Zeros stay zeros,
+# even if a whole block is zero.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1478,9 +1489,10 @@ checks.check_fp8_blocks(round_to_fp8, seed=72)
 # %% [markdown]
 # #### Step 2 · A rotation · 10 minutes
 #
-# In real models some *channels* (columns of $Q$ and $K$) are far larger than the others. For any orthogonal matrix $R$,
-# $(QR)(KR)^\top = Q R R^\top K^\top = QK^\top$: rotating queries and keys alike leaves the scores unchanged. A good $R$ mixes every
-# column into all others. flash-attn 3 takes random signs, then a *Hadamard matrix*, whose entries all have the same size:
+# In real models some *channels* (columns of $Q$ and $K$) are far larger than the others. For any orthogonal matrix
+# $R$, $(QR)(KR)^\top = Q R R^\top K^\top = QK^\top$. So the scores stay the same if you rotate queries and keys
+# alike. A good $R$ mixes every column into all others. flash-attn 3 multiplies by random signs, then by a *Hadamard
+# matrix*, whose entries all have the same size:
 #
 # $$H_1 = (1), \qquad H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad R = \operatorname{diag}(\text{signs})\; \tfrac{1}{\sqrt n} H_n$$
 #
@@ -1580,15 +1592,15 @@ print(pd.DataFrame(fp8_errors).T.map("{:.1%}".format).to_string())
 
 
 # %% [markdown]
-# Without outliers, neither method helps nor is needed. With them, the rotation divides the error of the scores by four, and
-# blocks have almost no effect. e4m3 is a *floating-point* format: each number that is not below $2^{-6}$ loses up to 6% of
-# itself, and a scale only keeps numbers in the range. (int8 would profit from blocks: its steps are as wide for small numbers
-# as for the largest.) If two products of outliers dominate a score, their rounding errors dominate its error. After the
-# rotation the same score is a sum of 64 products of similar size, whose errors average out.
+# Without outliers, you need neither method. With outliers, the rotation divides the error of the scores by four, and
+# blocks have almost no effect. The reason: e4m3 is a *floating-point* format, in which a number changes by up to 6%
+# with any scale that keeps it in the range. (In int8 blocks would help, because its steps have the same width
+# everywhere.) Two products of outliers dominate a score, and their rounding errors dominate its error. After the
+# rotation the same score is a sum of 64 products of similar size, and their errors average out.
 #
-# flash-attn 3 uses both ideas ([chapter 5](../theory/05-from-v1-to-v4.md#version-3-nobody-waits)). Blocks help if the *range* is too
-# small, for example if one token is 100,000 times as large as the others.
-# [Chapter 6](../theory/06-precision.md#eight-bits) has the sizes of both effects.
+# flash-attn 3 uses both ideas ([chapter 5](../theory/05-from-v1-to-v4.md#version-3-nobody-waits)). Blocks help if the
+# *range* is too small, for example if one token is 100,000 times as large as the others ([chapter
+# 6](../theory/06-precision.md#eight-bits)).
 
 # %% [markdown]
 # ## 1.13 · Find the fault
@@ -1598,7 +1610,7 @@ print(pd.DataFrame(fp8_errors).T.map("{:.1%}".format).to_string())
 #
 # ![An 8 by 8 square of tokens for a gap of 3: token 3 may look at token 0, token 7 at tokens 0 to 4, and the first three tokens at none.](../theory/figures/gap-mask.png)
 #
-# The last token is in the future of all others. So if it changes, only its own output may change:
+# No other token may see the last token. So if the last token changes, only its own output may change:
 
 
 # %% tags=["nbval-check-output"]
@@ -1626,7 +1638,7 @@ print(f"largest change of the outputs before the last token: {change.max():.2f};
 #
 # | function | returns |
 # | --- | --- |
-# | `rows_that_leak(seqlen, gap)` | how many of the `seqlen` tokens get an output that depends on tokens which they must not see |
+# | `rows_that_leak(seqlen, gap)` | of `seqlen` tokens, the number whose output depends on tokens that they must not see |
 # | `cause()` | the letter of the cause, such as `"A"` |
 # | `repaired(x, gap)` | what `recall` should return: copy it, and change one line. A token that may see nothing gets zeros |
 #
@@ -1645,14 +1657,14 @@ print(f"largest change of the outputs before the last token: {change.max():.2f};
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Compare the weights of such a row with the softmax of its scores *before* anything was added to them. Test each cause: change
-# what it blames, and see whether the outputs still change.
+# Compare the weights of such a row with the softmax of its scores *before* the mask was added. Test each cause:
+# repair only this cause, and see whether the outputs still change.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
 # ```text
 # rows_that_leak: the rows that have no key at least gap before them
-# repaired:       as it is, but weights are 0 wherever a key is hidden;
+# repaired:       the same program, but weights are 0 wherever a key is hidden;
 #                 or: hidden scores are -inf, and then NaN in the weights becomes 0
 # ```
 # </details></details></details>
@@ -1700,27 +1712,29 @@ checks.check_recall(repaired, seed=82)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Such a program passes most tests: its loss goes down, its shapes are right, and all rows but the first few are exact. To find
-# a leak, *change* one input and look at what else changes. This works for any mask and any model.
+# A program with this fault passes most tests: its loss goes down, its shapes are right, and only the first few rows
+# are wrong. To find a leak, *change* one input and look at what else changes. This works for any mask and any model.
 
 # %% [markdown]
 # ## What you measured
 #
 # - Textbook attention needs $2 \cdot B \cdot H \cdot N^2$ elements for $S$ and $P$: formula and measurement agree.
 # - Softmax can be computed block by block, exactly, with a running maximum and sum.
-# - FlashAttention's forward and backward are two nested loops over tiles, and store one number a row instead of one a pair.
+# - FlashAttention's forward and backward are each two nested loops over tiles. They store one number for each row,
+#   not one for each pair.
 # - The gain depends on length, device and dtype.
 # - Two correct implementations differ by rounding. Judge one by the textbook in the same dtype.
 # - A kernel wants one dtype for q, k and v. Whether float16 is possible depends on the size of these inputs, not of the
 #   scores.
-# - In FP8 a scale keeps numbers in the range, and a rotation of queries and keys keeps their digits.
+# - In FP8 a scale keeps numbers in the range, and a rotation of queries and keys reduces the error that outliers
+#   cause.
 #
 # ### Three questions
 #
 # <details><summary>1. FlashAttention does <em>more</em> floating-point operations than the textbook, in the backward pass. Why is it faster?</summary>
 #
-# Recomputing $S$ costs one more matrix product: five instead of four. But the textbook writes and reads matrices of $N \times
-# N$ several times, which takes longer. </details>
+# Recomputing $S$ costs one more matrix product: five instead of four. But the textbook writes and reads $N \times N$
+# matrices several times, and that takes longer than the product. </details>
 #
 # <details><summary>2. Why does the forward pass return the log-sum-exp and not m and ℓ?</summary>
 #

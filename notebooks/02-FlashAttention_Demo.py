@@ -439,7 +439,8 @@ def shown(table):
     return table[[name for name in columns if name in table]].round(digits).rename(columns=columns)
 
 
-options = {"attentions": ["eager", "flash"], "lengths": lengths, "max_seconds": 0.3}
+ends = [lengths[0], lengths[-1]]
+options = {"attentions": ["eager", "flash"], "lengths": ends, "max_seconds": 0.3}
 reading = models.measure_model(model, ids, **options)
 reading = speedup(reading, over="eager")
 longest = reading[reading.seqlen == lengths[-1]].set_index("backend")
@@ -456,10 +457,10 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# The gain grows with the length, and so does the memory of `eager`: in short texts the logits of a chunk of tokens are
-# the largest part, then it grows along the line of *one* layer's $S$ and $P$ (a forward pass has only one
-# layer's in memory at a time). FlashAttention has no such term. The table's last column is the control: the losses
-# agree to the last digit shown.
+# The gain grows with the length, and so does the memory of `eager`. In a short text the logits of a chunk of tokens
+# are the largest part; in a long one $S$ and $P$ of *one* layer are (a forward pass has only one layer's in memory at
+# a time). FlashAttention has no such term. The table's last column is the control: the losses agree to the last digit
+# shown.
 #
 # The whole model should gain less than attention alone did in notebook 1; section 2.9 says why.
 
@@ -897,7 +898,8 @@ def nothing(module, query, key, value, attention_mask, **kwargs):
 
 models.register_attention("nothing", nothing)
 attentions = ["standard", "nothing", "flash"]
-whole = models.measure_model(model, ids, attentions=attentions, lengths=lengths[-1:])  # about 10 s
+bounds = {"lengths": lengths[-1:], "max_seconds": 0.3}
+whole = models.measure_model(model, ids, attentions=attentions, **bounds)  # about 10 s
 ran = models.attention_used(model)[0].backend  # what "flash" stands for here
 ms = whole.set_index("backend").median_ms
 cases = grid(["standard", ran], lengths[-1:], **smollm2_heads)

@@ -748,9 +748,9 @@ fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 
 # %% [markdown]
 # By the plan, the same GPU takes a hundred times as many tokens with a 16-bit stream, and 390 times as many with host
-# memory. Is it true? The dots were measured on an H200 whose
-# allocator was limited to 16 GiB (`context-16gib-short-h200`, `context-16gib-long-h200`,
-# `context-16gib-million-h200`); `million-h200` uses the whole card:
+# memory. Is it true? The dots in the figure were measured on an H200 whose allocator was limited to 16 GiB
+# (`context-16gib-short-h200`, `context-16gib-long-h200`, `context-16gib-million-h200`); `million-h200` uses the whole
+# card. The factor in the figure's title holds at a million tokens:
 #
 # ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, with a 16-bit stream beyond 400K, and with host memory beyond a million; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
 #
@@ -764,8 +764,9 @@ fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 # %% [markdown]
 # ## 3.7 · Many documents, one sequence
 #
-# *Core.* Real documents differ in length. Padding them to the longest wastes most of the work, so they are *packed*,
-# one after the other, and `cu_seqlens` says where each begins. Here is Python's own help, as bytes:
+# *Core.* Real documents differ in length. Padding all of them to the longest length wastes most of the work. So
+# documents are *packed*, one after the other, into one sequence, and `cu_seqlens` says where each begins. Here is
+# Python's own help, as bytes:
 
 # %%
 tokenizer = training.ByteTokenizer()
@@ -783,9 +784,8 @@ print("positions around the second:", first.positions[0, first.cu_seqlens[1] - 2
 pd.DataFrame(rows, columns=columns).round(1)
 
 # %% [markdown]
-# Positions begin at 0 again in each document. A document that is cut continues in the next sequence, from position 0.
-# With a causal mask
-# alone, each document would see all those before it. Change the first document, and watch the second:
+# Positions begin at 0 in each document, and in each part of a document that was cut. With a causal mask alone, each
+# document would see all documents before it. The next cell changes the first document and looks at the second:
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(0)
@@ -799,15 +799,14 @@ for name, offsets in (("cu_seqlens", apart), ("causal mask alone", together)):
     print(f"{name}: the second document changes by {(after - before)[16:].abs().max():.2f}")
 
 # %% [markdown]
-# Packing is cheaper, too: attention costs the *sum of squares* of the documents' lengths, not the square of their sum.
-# A backend without a packed kernel (FlexAttention, here) raises an error and is not silently replaced.
+# Packing is cheaper, too: attention costs the *sum of squares* of the documents' lengths, not the square of their
+# sum. A backend without a packed kernel, such as FlexAttention here, raises an error.
 #
 # ## 3.8 · Training, for real
 #
-# *Core.* Each step trains on 8,192 bytes of Python's own source, with *your* RoPE and *your* loss in chunks in the
-# decoder. (Its method `chunked_loss` gets `hidden`, `weight` and `labels`, with a dimension for the batch.) First, do
-# they give the lab's loss and gradients? Then the lab's loop trains with AdamW, a learning rate that depends on the
-# step alone, and gradients clipped at norm 1; it stops before NaN reaches the weights.
+# *Core.* Each step trains the decoder on 8,192 bytes of Python's own source, with *your* RoPE and *your* loss in
+# chunks. The first cell checks that your functions give the lab's loss and gradients. Then the lab's loop trains with
+# AdamW. Its learning rate depends on the step alone, and it clips gradients at norm 1.
 
 # %%
 source = [tokenizer.encode(document.text) for document in training.source_documents()]
@@ -838,9 +837,9 @@ history = training.train(model, stream, TrainConfig(steps=2, learning_rate=3e-3)
 history.frame()[["step", "loss", "grad_norm", "tokens_per_s"]].round(3)
 
 # %% [markdown]
-# That was training on your own code. Two steps show that it runs, not that it learns; and a loss curve alone does not
-# show that FlashAttention is *right*. Two runs with equal seeds may diverge, because they round differently. You can
-# ask three questions:
+# Your own code trains a model. But is FlashAttention *right* in training? A loss curve alone does not tell: with
+# FlashAttention and with the textbook, two runs of the same seed round differently, and their curves may drift apart.
+# Ask three questions:
 #
 # 1. Are the first step's gradients as near to the exact ones as the textbook's? (The rule of notebook 1.)
 # 2. Do the first losses agree?
@@ -865,10 +864,11 @@ plotting.plot_runs(
 
 
 # %% [markdown]
-# The curves differ by far less than those of two seeds: over 200 steps the two are at most 5e-7 apart, and another seed
-# is 0.25 away on average. (This is float32 on a CPU. It does not cover 16 bits.) Loss and gradient norm are also where
-# trouble shows first. With batches of one document they are noisy (the text changes, the model does not); a norm that
-# suddenly jumps is a warning. The loop clips it, and stops before NaN gets into the weights:
+# Over 200 steps the two curves are at most 5e-7 apart; the curve of another seed is 0.25 away on average. (This is
+# float32 on a CPU; 16 bits need their own test.)
+#
+# Trouble shows first in the loss and the gradient norm. Some noise is normal, because each batch is another text. A
+# sudden jump of the norm is a warning. The loop clips the gradients, and stops before NaN gets into the weights:
 
 
 # %%
@@ -886,11 +886,9 @@ except RuntimeError as error:
 
 
 # %% [markdown]
-# **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint, here a file, holds the weights,
-# AdamW's averages
-# and the number of the step, which determines the random numbers. It is written beside the old one and renamed when it
-# is complete, and damage is detected. So on a CPU a resumed run is not just *similar* to one that was never stopped: it
-# is the same, to the last bit.
+# **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint file holds the weights, AdamW's
+# averages and the number of the step, which determines the random numbers. A new file replaces the old one only when
+# it is complete. On a CPU, a resumed run equals an uninterrupted one to the last bit:
 
 
 # %%
@@ -911,8 +909,9 @@ print("the same to the last bit:", resumed == losses(8))
 # ## 3.9 · What long contexts are good for
 #
 # *Further (optional).* Attention can look things up. `recall` is a decoder of 0.25 million weights, trained to find
-# facts again in long dialogues and in lists of records (`python -m benchmarks.recall`). The texts are made from a seed,
-# so no model can know the answers. Here is one text from the fact on, and a question about it:
+# facts again in long dialogues and in lists of records (`python -m benchmarks.recall`). The texts are random, so no
+# model knows the answers in advance. Here is the end of one text, beginning with a fact, and a question about this
+# fact:
 
 # %%
 unseen = recall.unseen_documents(count=2)  # 2,048 bytes each: two lists, two dialogues
@@ -952,14 +951,14 @@ plotting.plot_by_window(
 )
 
 # %% [markdown]
-# The model finds nearly everything that it sees, and can only guess the rest. (A regular expression finds everything
-# visible, because we wrote the form of the facts into it. The model learned that form.) In texts of 4,096 bytes, longer
-# than those it was trained on, it finds far fewer facts, although all are visible. *What fits* and *what is used* are
-# two questions.
+# The model finds nearly everything that it sees, and can only guess the rest. (A regular expression finds every
+# visible fact, because we wrote the form of the facts into it. The model learned that form.) In texts of 4,096 bytes,
+# longer than most of its training texts, the model finds far fewer facts, although all are visible. So a model does
+# not *use* everything that *fits* into its context.
 #
-# Three larger tasks were recorded with SmolLM2 (`python -m benchmarks tasks`): questions about facts in a long
-# document, the names of the functions that a whole source file calls, and a summary. The table shows, for each window,
-# the share of right answers, and beside it what a plain search finds without a model:
+# Larger tasks were recorded with SmolLM2 (`python -m benchmarks tasks`). Here are two: questions about facts in a
+# long document, and the names of the functions that a whole source file calls. For each window, the table shows the
+# share of right answers, and what a plain text search finds without a model:
 
 # %%
 asked = context[context.measure.isin(["right", "search", "model"])]
@@ -967,29 +966,33 @@ asked = asked[(asked.task == "document") | ((asked.task == "code") & (asked.site
 asked.pivot_table(index="window", columns=["task", "measure"], values="value").round(2)
 
 # %% [markdown]
-# The model cannot answer what it does not see; with everything visible, two thirds of the document's questions are right.
-# Compare with the column *search*: where questions repeat the document's words, search first. Theory chapter 7 has the
-# [rest](../theory/07-long-context.md#what-a-long-context-is-good-for): the calls in detail, and summaries.
+# With the whole document visible, the model answers two thirds of the questions. Compare with the column *search*: if
+# questions repeat the document's words, try a plain search first. [Chapter
+# 7](../theory/07-long-context.md#what-a-long-context-is-good-for) has more.
 #
 # ## What you measured on one device
 #
-# - A passage that returns is predicted far better as soon as the window reaches its first occurrence; plain text gains little.
-# - RoPE makes scores depend on distances. Weights of one convention run in code of the other without an error, but worse.
-# - A step's memory by the formula you wrote; the textbook's grows with $N^2$, FlashAttention's with $N$; its time still with $N^2$.
-# - After attention, the logits are the wall; after the logits, what blocks keep. Each has its remedy, and its price.
+# - A model predicts a repeated passage far better if its window reaches the first occurrence; plain text gains
+#   little.
+# - RoPE makes scores depend on distances. Weights of one convention run in code of the other without an error, but
+#   worse.
+# - A step's memory follows your formula: it grows with $N^2$ for the textbook, and with $N$ for FlashAttention. Time
+#   grows with $N^2$ for both.
+# - Once attention no longer limits the length, the logits do, and after them what the blocks keep. Each has its remedy
+#   and its price.
 # - Packed documents do not see each other, if `cu_seqlens` is passed on. A resumed run is the same to the last bit.
 # - A fact must be visible to be found, and the model must have learned to look that far.
 #
-# <details><summary>1. Your step runs out of memory at 16,384 tokens: FlashAttention, a vocabulary of 128,000, batch 1. What first?</summary>
+# <details><summary>1. Your step runs out of memory at 16,384 tokens: FlashAttention, a vocabulary of 128,000, batch 1. What do you change first?</summary>
 #
-# The loss in chunks: the logits alone are 16,384 × 128,000 × 4 bytes = 7.8 GiB, and three tensors of that size exist together. It
-# costs next to no time. Checkpointing comes next. The batch is 1 already, and accumulation makes no room either.
+# The loss in chunks: the logits alone are 16,384 × 128,000 × 4 bytes = 7.8 GiB, and three tensors of that size exist
+# together. It costs next to no time. Checkpointing comes next. Accumulation does not help: the batch is 1 already.
 # </details>
 #
 # <details><summary>2. A colleague says that FlashAttention made attention linear. What does your table of slopes say?</summary>
 #
-# Its memory is linear. Its time is quadratic; the slope is below 2 as long as the matrices, which are linear, take much of the
-# time, and it comes nearer to 2 with each doubling.
+# Its memory is linear, but its time is quadratic. The measured slope is below 2, because the matrices take much of
+# the time, and their time is linear. With each doubling the slope comes nearer to 2.
 # </details>
 #
 # <details><summary>3. A Llama checkpoint gives fluent nonsense in your own code. Shapes, dtypes, tokenizer are right. Where do you look?</summary>
@@ -1010,8 +1013,8 @@ asked.pivot_table(index="window", columns=["task", "measure"], values="value").r
 # - say what DDP, FSDP and ring attention each make smaller and what they send for it, and measure it;
 # - read an efficiency, and recognise a run that lost a process.
 #
-# You don't need a second device. A *rank* is one process with its part of the work, and two processes on a laptop's CPU exchange the
-# same messages as eight GPUs. All ranks together are the *world*; $W$ is their number.
+# You don't need a second device. A *rank* is one process with its part of the work. Two processes on a laptop's CPU
+# exchange the same kinds of messages as GPUs do. All ranks together are the *world*; $W$ is their number.
 
 # %%
 from labsupport.attention import merge_attention
@@ -1041,10 +1044,10 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
 # ![Seconds of a training step, at least, against tokens: matrices grow in proportion, attention with the square; the two are equal near 11 thousand tokens, and a million tokens take minutes.](../theory/figures/long-context-flops.png)
 #
 # An H200, one of the largest GPUs, has 140 GiB, and about 139 of them are free for PyTorch. The small model fits, but
-# time grows with $N^2$: each step takes three minutes (section 3.6). Even at the GPU's peak rate a step would take 93
-# seconds (theory
-# chapter 7 counts the FLOPs). The large model does not fit, for two reasons: each of its weights needs 16 bytes, and there are a
-# million tokens. Several devices can share the work in three ways:
+# time grows with $N^2$: each step takes three minutes (section 3.6). At the GPU's peak rate a step would still take
+# 93 seconds ([chapter 7](../theory/07-long-context.md) counts the FLOPs). The large model does not fit, for two
+# reasons: each of its weights needs 16 bytes, and there are a million tokens. Several devices can share the work in
+# three ways:
 #
 # | | a rank works on | it sends | what gets smaller on each rank |
 # | --- | --- | --- | --- |
@@ -1052,8 +1055,8 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
 # | **FSDP**, fully sharded | other sequences | parameters and gradients, block by block | parameters, gradients, AdamW's states |
 # | **ring**, sequence parallelism | a part of *each* sequence | keys and values, in each layer; gradients | everything that grows with $N$ |
 #
-# Only the last one makes a longer sequence possible, so we start with it. Attention is the only layer that looks at other tokens.
-# Norms, MLPs and the loss work on any part of a sequence without change.
+# Only the ring makes a longer sequence possible, so we start with it. Attention is the only layer that looks at other
+# tokens. Norms, MLPs and the loss work on any part of a sequence without change.
 
 # %% [markdown]
 # ## 3.11 · A ring
@@ -1097,10 +1100,10 @@ print(f"the plain average is off by {error:.0%}")
 
 
 # %% [markdown]
-# The second part has three times as many keys, but the average gives it the same weight as the first. The right weight of a part is
-# the denominator of its softmax: the sum of the exponentials of its scores. FlashAttention returns the logarithm of this sum, the
-# *log-sum-exp* (notebook 1), along with the output. The figure merges the same four blocks in two orders. On the way
-# the maximum and the sum of the row differ; the result is the same:
+# The second part has three times as many keys, but the average gives it the same weight as the first. The right
+# weight of a part is the denominator of its softmax: the sum of the exponentials of its scores. FlashAttention
+# returns the logarithm of this sum, the *log-sum-exp* $L$ (notebook 1), along with the output. The figure merges the
+# same four blocks in two orders. The intermediate maxima and sums differ, but the result is the same:
 #
 # ![Two diagrams of merging four blocks of scores, as a chain and as a tree: the boxes on the way hold different pairs of m and l, the last box holds m = 5 and l = 1.646 in both](../theory/figures/merge-orders.png)
 
@@ -1108,19 +1111,21 @@ print(f"the plain average is off by {error:.0%}")
 # ### Exercise 3-4 · Merge partial results
 # ●●○ · 12 minutes · 5 points
 #
-# $\ell_a$, $\ell_b$ are the log-sum-exps of two disjoint sets of keys, and $o_a$, $o_b$ the outputs of attention over each. Then
+# Two sets $a$ and $b$ of keys have no key in common. Attention over each gives an output, $O_a$ or $O_b$, and a log-sum-exp, $L_a$ or
+# $L_b$. Over both together:
 #
-# $$\ell = \ln\left(e^{\ell_a} + e^{\ell_b}\right), \qquad o = e^{\ell_a - \ell}\, o_a + e^{\ell_b - \ell}\, o_b$$
+# $$L = \ln\left(e^{L_a} + e^{L_b}\right), \qquad O = e^{L_a - L}\, O_a + e^{L_b - L}\, O_b$$
+#
+# In code, `out` and `lse` are $O_a$ and $L_a$, the result so far, and `part` and `part_lse` are $O_b$ and $L_b$, the next part.
 #
 # | function | takes | returns |
 # | --- | --- | --- |
-# | `merge(out, lse, part, part_lse)` | the result so far: `out` `(..., rows, head_dim)` and `lse` `(..., rows)`, float32; the next part: `part`, with the shape of `out`, in float32, bfloat16 or float16, and `part_lse`, float32 | the new result `(out, lse)`, both float32 |
+# | `merge(out, lse, part, part_lse)` | `out` `(..., rows, head_dim)` and `lse` `(..., rows)`, both float32; `part`, with the shape of `out`, in float32, bfloat16 or float16; `part_lse`, with the shape of `lse`, float32 | the new result `(out, lse)`, both float32 |
 # | `merge_all(parts)` | an iterable (perhaps a generator) of at least one `(part, part_lse)`, in any order | `(out, lse)` over all keys: `out` in the parts' dtype, rounded *once*; `lse` float32 |
 #
-# If a query sees no key of a part, its `part_lse` is -inf and its `part` is 0. If the query has seen no key at all so
-# far, its row of `out` is 0 and its `lse` is -inf, not NaN. Log-sum-exps can be as large as 1,000 or as small as
-# -1,000. Don't change any argument in place. `merge_all` must not
-# collect the parts: it takes one at a time, as a ring does.
+# If a query sees no key of a part, its `part_lse` is -inf and its `part` is 0. If a query has seen no key so far, its
+# row of `out` is 0 and its `lse` is -inf, not NaN. Log-sum-exps lie between -1,000 and 1,000. Don't change any
+# argument in place. `merge_all` takes one part at a time, as a ring does, and must not store them all.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1129,14 +1134,15 @@ print(f"the plain average is off by {error:.0%}")
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `torch.logaddexp` computes $\ell$ without overflow. The weights can still be NaN, from `-inf - (-inf)`: let `masked_fill` put a 0
-# where $\ell$ is -inf, before you subtract. `weight[..., None]` adds a dimension for `head_dim`. float32 times bfloat16 is float32.
+# `torch.logaddexp` computes $L$ without overflow. The weights can still be NaN, from `-inf - (-inf)`: let
+# `masked_fill` put a 0 where $L$ is -inf, before you subtract. `weight[..., None]` adds a dimension for `head_dim`.
+# float32 times bfloat16 is float32.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
 # ```text
-# merge      l = logaddexp of both;  safe = l with 0 in place of -inf
-#            the weights exp(lse - safe) and exp(part_lse - safe), each [..., None];  the weighted sum, and l
+# merge      L = logaddexp of both;  safe = L with 0 in place of -inf
+#            the weights exp(lse - safe) and exp(part_lse - safe), each [..., None];  the weighted sum, and L
 # merge_all  parts = iter(parts);  begin with next(parts), in float32;  merge the others into it;  cast out back, once
 # ```
 # </details>
@@ -1186,8 +1192,9 @@ checks.check_merge_all(merge_all, seed=43)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now the ring is two loops. Here they run in one process, so no messages are sent: rank `rank` takes the keys of rank
-# `(rank - step) % W` from a list. The *positions* of queries and keys decide which keys a query may see, wherever they are stored.
+# Now the ring is two loops. Here they run in one process, without messages: each rank takes the keys of their owner,
+# `(rank - step) % W`, from a list. Which keys a query may see depends on the *positions* of both in the sequence, not
+# on the place where they are stored.
 
 # %%
 own_merge = checks.solution_or_reference(
@@ -1227,16 +1234,16 @@ print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-
 
 # %% [markdown]
 # Apart from rounding, the result is exact: the sums have the same terms, in another order. The backward pass goes
-# around the ring, too. In its simplest form, the
-# gradients of K and V travel along with their keys, collect a contribution from each rank, and return to their own rank. (The lab's
-# complete ring sends each contribution straight there: theory chapter 11.)
+# around the ring, too. In its simplest form, the gradients of K and V travel with K and V, collect a contribution
+# from each rank, and return to their own rank. (The lab's complete ring works differently: [chapter
+# 11](../theory/11-several-devices.md#a-ring-backward).)
 #
 # ## 3.12 · Equal work
 #
 # *Core.* Now cut a causal sequence into eight shards, one after the other. The queries of rank 0 see only the keys of rank 0. Those
 # of rank 7 see all keys.
 #
-# **Predict first**: how many times the average work does the busiest of the eight ranks have?
+# **Predict first**: the busiest of the eight ranks has how many times the average work?
 
 # %%
 predicted_imbalance = None  # your guess, a number
@@ -1258,9 +1265,10 @@ figure
 
 
 # %% [markdown]
-# It has nearly twice the average, in general $2 - 1/W$ times. All others wait for it, so the ranks spend almost half of their time
-# waiting. A better order of the tokens fixes this. *Zigzag* cuts the sequence into $2W$ chunks and gives rank $r$ an early one and a
-# late one, $r$ and $2W - 1 - r$ (Llama 3 was trained with this order: arXiv 2407.21783, section 3.3.2). With four ranks:
+# Rank 7 has nearly twice the average, in general $2 - 1/W$ times. All others wait for it, so the ranks spend almost
+# half of their time waiting. A better order of the tokens fixes this. *Zigzag* cuts the sequence into $2W$ chunks,
+# and gives rank $r$ the early chunk $r$ and the late chunk $2W - 1 - r$. (Llama 3 was trained with this order: arXiv
+# 2407.21783, section 3.3.2.) With four ranks:
 #
 # ```text
 # contiguous   rank 0: 0 1              zigzag   rank 0: 0             7
@@ -1269,13 +1277,15 @@ figure
 #              rank 3:             6 7           rank 3:       3 4
 # ```
 #
-# This is the causal score matrix, with the rank that computes each chunk and the step in which it does:
+# The figure shows the causal score matrix. Colours tell which rank computes each part, and numbers tell in which
+# step:
 #
 # ![The causal score matrix of four ranks, cut into eight by eight chunks, coloured by the rank that computes each chunk and numbered by the step. Contiguous: the last rank has seven times as much as the first. Zigzag: all have the same, in each step. Below, the time of each rank: contiguous, rank 3 needs 3.5 units and rank 0 half a unit; zigzag, all need 2.](../theory/figures/long-context-zigzag.png)
 #
-# All ranks wait for the next keys, so a step takes as long as the rank with the most work. With contiguous shards, the steps of four
-# ranks take $\tfrac12 + 1 + 1 + 1$ blocks of time. With zigzag shards they take $4 \cdot \tfrac12$: in each step, every
-# rank computes half of a block. The other half is hidden, and after step 0 it consists of whole chunks, which are
+# All ranks wait for the next keys, so a step takes as long as the rank with the most work. Let one *block* be the
+# scores of one rank's queries with one rank's keys. With contiguous shards, the steps of four ranks take $\tfrac12 +
+# 1 + 1 + 1$ blocks of time. With zigzag shards they take $4 \cdot \tfrac12$: in each step, every rank computes half
+# of a block. The mask hides the other half. After step 0 the hidden half consists of whole chunks, so it can be
 # skipped.
 
 # %% [markdown]
@@ -1303,7 +1313,7 @@ figure
 # <details><summary>Hint 3: an outline</summary>
 #
 # ```text
-# zigzag_chunks     rank, and as far from the end
+# zigzag_chunks     rank, and the chunk that is as far from the end
 # zigzag_positions  a chunk has seqlen // (2 world) tokens;  torch.cat of one torch.arange for each chunk
 # unzigzag          all early halves, then all late halves from the last rank to the first;  torch.cat along dim=1
 # ```
@@ -1357,7 +1367,8 @@ checks.check_unzigzag(unzigzag, seed=53)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Here is the same ring again, with your order. Nothing else changes, because positions decide what a query may see.
+# Here is the same ring again, with your order. The rest stays the same, because positions decide what a query may
+# see.
 
 # %%
 own_positions = checks.solution_or_reference(
@@ -1381,13 +1392,15 @@ plotting.plot_weights(  # what rank 1's queries see, step by step
 
 
 # %% [markdown]
-# Shard the positions together with their tokens. A mask built from the wrong positions gives a wrong result without an error.
+# Shard the positions together with their tokens. Wrong positions make a wrong mask, and the result is wrong without
+# an error.
 #
 # ## 3.13 · Real processes
 #
-# *Core.* Now real processes replace the list of shards; the merge and the order are still yours. `launch` starts two processes on
-# this machine, runs your function in each, and returns their results. `send_on` starts to send keys and values to the next rank,
-# and returns a function that waits for those of the previous rank (`labsupport/distributed/minimal_ring.py`).
+# *Core.* Now real processes replace the list of shards. The merge and the order are still yours. `launch` starts two
+# processes on this machine, runs your function in each, and returns their results. `send_on` starts to send keys and
+# values to the next rank, and returns a function that waits for those of the previous rank
+# (`labsupport/distributed/minimal_ring.py`).
 
 
 # %%
@@ -1413,11 +1426,10 @@ print(f"your ring on two processes, largest error: {(found - exact).abs().max():
 assert (found - exact).abs().max() < 2e-6
 
 # %% [markdown]
-# That is ring attention, forward. A complete ring also has a backward pass and sliding windows, and works with any
-# attention kernel.
-# `ring_on_ranks` (`labsupport/distributed/demos.py`) calls the lab's `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`. They
-# have flash-attn's layout and options, with one shard on each rank. Are they right? We compare the ring's forward and
-# backward pass with those of one device in float64:
+# That is ring attention, forward. The lab's complete ring also has a backward pass and sliding windows, and works
+# with any attention kernel. Its functions `ring_flash_attn_func` and `zigzag_ring_flash_attn_func` have flash-attn's
+# layout and options, with one shard on each rank. The next cell compares the ring's forward and backward pass with
+# those of one device in float64:
 
 # %%
 looked = launch(demos.ring_on_ranks, processes=2, device="cpu")  # some seconds
@@ -1447,14 +1459,16 @@ noticed = int((by_case > 1.1 * by_case["one device"]).sum())
 checks.compare_prediction("Mistakes that a loss curve shows", predicted_noticed, noticed)
 
 # %% [markdown]
-# The first two raise the loss so much that you would notice. The third is the worst, because it changes the loss by only 2%: the
-# last token of each chunk gets a wrong label, nobody notices, and the model learns it. (A label is the *next* token, and for the
-# last token of a chunk that is on another rank.) So compare the loss with one device, to the last digits, before you train on many.
+# You would notice the first two. The third is the worst, because it changes the loss by only 2%. The label of a token
+# is the *next* token, and the last token of a chunk has its next token on another rank. If you shift after the cut,
+# this last token gets a wrong label, and the model learns it. So compare the loss with that of one device, to the
+# last digits, before you train on several.
 #
-# Which rank computed, and which one waited? PyTorch's profiler records four forward passes over 4,096 tokens; the chart shows the
-# fastest.
+# Which rank computed, and which rank waited? PyTorch's profiler recorded four forward passes over 4,096 tokens; the
+# chart shows the fastest.
 #
-# **Predict first**: on two ranks, how many times as long do contiguous shards take as zigzag shards? (Count blocks, as above.)
+# **Predict first**: on two ranks, the time of contiguous shards is how many times that of zigzag shards? (Count
+# blocks, as above.)
 
 # %%
 predicted_ratio = None  # your guess, a number
@@ -1478,15 +1492,14 @@ plotting.plot_timeline(
 # ![Time of a step of a ring against the tokens of one rank: the compute grows with the square, the hop over four kinds of links in proportion; each pair of lines crosses, and beyond that the compute hides the hop.](../theory/figures/long-context-hops.png)
 #
 # By the count, contiguous shards take $1.5$ blocks of time and zigzag shards $1$. Your measured ratio may be smaller.
-# With contiguous shards, rank 0 is idle while rank 1 computes its second block. A rank starts to send and receive
-# before it
-# computes its first block, and waits for the message only after that. By then the message has arrived, and the next block starts
-# without a gap (in the chart, the two blocks look like one bar). So a message costs no time if the computation of the
-# block takes longer than the message. The work
-# grows with the square of a shard's length, the message only in proportion to it: *longer* shards hide messages better.
+# With contiguous shards, rank 0 is idle while rank 1 computes its second block.
 #
-# We do all this to save memory. Here is the peak in a forward and backward pass of a decoder with two layers. (With one rank, the
-# same program runs in this process.)
+# A rank starts to send and receive before it computes its first block, and waits for the message only after that
+# block. By then the message has arrived, and the next block starts without a gap (in the chart, the two blocks look
+# like one bar). So a message costs no time if it takes less time than a block. The work of a block grows with the
+# square of a shard's length, the message only in proportion to the length. So *longer* shards hide messages better.
+#
+# The aim is to save memory. Here is the peak in a forward and backward pass of a decoder with two layers:
 
 # %%
 memory = pd.DataFrame(demos.step_memory() + looked[0]["memory"] + looked[1]["memory"])
@@ -1495,12 +1508,11 @@ peaks.columns = [f"MiB, {ranks} rank{'s, each' * (ranks > 1)}" for ranks in peak
 peaks.round(1)
 
 # %% [markdown]
-# Each rank needs half the memory, so the sequence can be twice as long. The table counts only what the pass allocates.
-# The weights and AdamW's states are not in it, and a ring does not divide them; the next section does. (With more than
-# two ranks, a rank also stores keys and values of two others for a short time: those that it works on, and those that
-# are arriving.)
+# Each rank needs half the memory, so the sequence can be twice as long. The table leaves out the weights and AdamW's
+# states. A ring does not divide them; the next section shows what does. (With more than two ranks, a rank also stores
+# keys and values of two others for a short time: those that it works on, and those that are arriving.)
 #
-# **When a rank dies**, the others wait for its messages, possibly forever. `launch` does not:
+# **When a rank dies**, the others wait for its messages, possibly forever. `launch` raises an error instead:
 
 # %%
 try:
@@ -1509,24 +1521,25 @@ except LaunchError as error:
     print(error)
 
 # %% [markdown]
-# When a process on a CPU runs out of memory, you see "killed by SIGKILL". On a cluster, look for the rank that failed *first*. The
-# others report a lost connection or a timeout, but that is only a consequence.
+# When a process on a CPU runs out of memory, you see "killed by SIGKILL". On a cluster, look for the rank that failed
+# *first*. The others report a lost connection or a timeout, which is only a consequence.
 #
 # ## 3.14 · Other data on each rank: DDP and FSDP
 #
 # *Further (optional).* If a model fits on one device, $W$ ranks can train it on $W$ times as many sequences per step. The next cells
 # train the same model on two ranks, with DDP and with FSDP (see the table in section 3.10).
 #
-# **Predict first**: between two steps, each rank stores parameters, gradients and AdamW's states. How much memory do they take under
-# FSDP on two ranks, as a share of what they take under DDP?
+# **Predict first**: between two steps, each rank stores parameters, gradients and AdamW's states. Under FSDP on two
+# ranks, which share of DDP's memory do they take?
 
 # %%
 predicted_held = None  # your guess, a number between 0 and 1
 
 # %% [markdown]
-# With DDP, each rank stores everything and computes its own micro-batches. Then an *all-reduce* averages the gradients. With four
-# micro-batches before an update, you need the average once, not four times: `no_sync()` skips the first three. FSDP *shards*
-# parameters, gradients and AdamW's states over the ranks. It gathers the parameters of a block only while that block computes.
+# With DDP, each rank stores everything and computes its own *micro-batches*, the small batches between two updates.
+# Then an *all-reduce* averages the gradients over the ranks. If there are four micro-batches, you need the average
+# only once: `no_sync()` skips the first three. FSDP *shards* parameters, gradients and AdamW's states over the ranks.
+# It gathers the parameters of a block only while that block computes.
 
 # %%
 ranks = launch(demos.train_on_ranks, processes=2, device="cpu")
@@ -1543,22 +1556,23 @@ first["reduced, MiB"] = (first.all_reduced_bytes / 2**20).round(1)
 print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep=""))
 
 # %% [markdown]
-# All three have the same loss, so they compute the same step. Without `no_sync`, DDP reduces four times as many bytes for nothing.
-# (There is one all-reduce because the 3 MiB of gradients fit into one *bucket*. DDP sends a bucket of 25 MiB as soon as it is full,
-# while the backward pass continues. We asked for this size; by default, the first bucket has 1 MiB.)
+# All three have the same loss, so they compute the same step. Without `no_sync`, DDP reduces four times as many bytes
+# and gains nothing. (One all-reduce is enough, because the 3 MiB of gradients fit into one *bucket* of 25 MiB. DDP
+# sends a larger model's buckets one by one, each as soon as it is full, while the backward pass continues.)
 #
-# FSDP pays with traffic: it gathers the parameters before the forward pass and again before the backward pass, and then reduces the
-# gradients. That is 1.5 times the traffic of DDP. So use DDP as long as 16 bytes per weight fit (float32, AdamW), FSDP when they do
-# not, and a ring when the *sequence* does not fit. You can combine them.
+# FSDP pays with traffic: it gathers the parameters before the forward pass and again before the backward pass, and
+# then reduces the gradients. That is 1.5 times the traffic of DDP. So use DDP if 16 bytes per weight fit (float32,
+# AdamW), FSDP if they don't, and a ring if the *sequence* does not fit. You can combine them.
 #
 # ## 3.15 · How far does it carry?
 #
-# *Further (optional).* Two processes on a CPU can show that the result is right, but not that it is fast. So here are measurements
-# on GPUs. *Efficiency* is the share of the ideal speed. For the ring, each shard keeps its length, so $W$ devices take a sequence
-# $W$ times as long. That is $W^2$ times the work on $W$ devices, so ideally it takes $W$ times as long as one shard on one device:
-# this is efficiency 1.
+# *Further (optional).* Two processes on a CPU can show that the result is right, but not that it is fast. So here are
+# measurements on GPUs. *Efficiency* is the share of the ideal speed. For the ring, all shards have the same length
+# for any $W$, so $W$ devices process a sequence that is $W$ times as long. That is $W^2$ times the work, shared by
+# $W$ devices. Ideally it takes $W$ times as long as one shard on one device: this is efficiency 1.
 #
-# **Predict first**: by the count of section 3.12, which efficiency can contiguous shards reach on four devices, at best?
+# **Predict first**: count blocks as in section 3.12. What is the best efficiency of contiguous shards on four
+# devices?
 
 # %%
 predicted_efficiency = None  # your guess, a number between 0 and 1
@@ -1586,16 +1600,16 @@ plotting.plot_scaling(
 
 
 # %% [markdown]
-# This was recorded on four H200s connected by NVLink (`labsupport ring bench`), with several kernels for the blocks. Zigzag is far
-# better than contiguous shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first, so it hides
-# nothing. What the lab's zigzag ring lost in this recording, it lost to messages: NCCL took multiprocessors and memory
-# bandwidth from the computation. Today the lab's ring sends by the GPUs' copy engines instead. On two H200s messages
-# then add 3 to 7% to the time of the cuDNN ring ([chapter
-# 11](../theory/11-several-devices.md#when-a-hop-hides), also with a prediction).
+# This was recorded on four H200s connected by NVLink (`labsupport ring bench`), with several kernels for the blocks.
+# Zigzag is far better than contiguous shards, and longer shards lose less. PyTorch's `context_parallel` gathers all
+# keys first, so it hides no message. In this recording the lab's zigzag ring lost time to messages, because NCCL took
+# multiprocessors and memory bandwidth from the computation. Today the lab's ring uses the GPUs' copy engines instead,
+# and on two H200s messages add 3 to 7% to the time of the cuDNN ring ([chapter
+# 11](../theory/11-several-devices.md#when-a-hop-hides)).
 #
-# For data parallelism, each rank computes as much as one device alone, and efficiency 1 means that $W$ devices are $W$ times as fast.
-# On the same GPUs DDP reaches 94 to 97%, and FSDP 84 to 91%; under FSDP each rank stores a $W$-th of the state
-# ([chapter 11](../theory/11-several-devices.md#fsdp-the-state-is-shared-too)).
+# For data parallelism, efficiency 1 means that $W$ devices are $W$ times as fast as one. On the same GPUs DDP reaches
+# 94 to 97%, and FSDP 84 to 91%. Under FSDP each rank stores only a $W$-th of the state ([chapter
+# 11](../theory/11-several-devices.md#fsdp-the-state-is-shared-too)).
 
 # %% [markdown]
 # ## 3.16 · Data parallelism by hand
@@ -1610,9 +1624,8 @@ plotting.plot_scaling(
 # | `comm.reduce_scatter(whole)` | | this rank's rows of the sum of `whole` over all ranks |
 # | `comm.send_on((a, b))` | sending both to the next rank | a function: call it to wait for the pair of the previous rank |
 #
-# First you *rehearse*: each rank is a thread of this process. That takes milliseconds. A mistake that would make real
-# processes hang gives an error here. Then the same functions run on real processes (`labsupport/distributed/by_hand.py`
-# has both kinds of `comm`).
+# First you *rehearse*: each rank is a thread of this process. That takes milliseconds, and a mistake that would make
+# real processes hang gives an error here. Then the same functions run on real processes.
 #
 # ![A backward pass of four layers. In step 1 each layer's gradient is sent when it is complete, and the pass waits. In step 3 two buckets, of layers 4 and 3 and of 2 and 1, travel while it goes on.](../theory/figures/gradient-buckets.png)
 #
@@ -1621,11 +1634,11 @@ plotting.plot_scaling(
 #
 # #### Step 1 · A hook for each parameter · 8 minutes
 #
-# `average_each(parameters, comm, is_last)` attaches a hook to each parameter. The hook replaces the gradient by its mean over all
-# ranks. `p.register_post_accumulate_grad_hook(function)` makes PyTorch call `function(p)` when `p.grad` is complete, once per
-# backward pass. There may be several micro-batches before an update, and PyTorch adds up their gradients in `p.grad`. So send
-# nothing until `is_last()` is true: then this is the backward pass of the last micro-batch. (That is `no_sync`.) The checks call
-# your function through `rehearse_each`; don't change that one.
+# `average_each(parameters, comm, is_last)` attaches a hook to each parameter. The hook replaces the gradient by its
+# mean over all ranks. `p.register_post_accumulate_grad_hook(function)` makes PyTorch call `function(p)` when `p.grad`
+# is complete, once per backward pass. With several micro-batches before an update, PyTorch adds up their gradients in
+# `p.grad`. `is_last()` is true in the backward pass of the last micro-batch: send the gradient only then. (DDP's
+# `no_sync` does the same.) The checks call your function through `rehearse_each`; don't change `rehearse_each`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1681,10 +1694,11 @@ checks.check_average_each(rehearse_each, seed=61)
 # #### Step 2 · Which gradients share a bucket? · 8 minutes
 #
 # A model has hundreds of small tensors, and each all-reduce has a latency. So DDP collects gradients in *buckets*.
-# `make_buckets(sizes, cap)` takes the sizes of the parameters in bytes, in the model's order, and returns a list of lists: the
-# indices of the parameters in each bucket. The backward pass reaches the last parameter first, so the first bucket starts with the
-# last index. A bucket is full when it contains `cap` bytes or more; the next tensor starts a new bucket. (So a large tensor can
-# make a bucket much larger than `cap`. That is DDP's rule.) For example, with `sizes = [400, 300, 200, 100]` and `cap = 300`:
+# `make_buckets(sizes, cap)` takes the sizes of the parameters in bytes, in the model's order, and returns a list of
+# lists: the indices of the parameters in each bucket. The backward pass reaches the last parameter first, so the
+# first bucket starts with the last index. A bucket is full when it contains `cap` bytes or more; the next tensor
+# starts a new bucket. (This is DDP's rule. A large tensor can make a bucket much larger than `cap`.) For example,
+# with `sizes = [400, 300, 200, 100]` and `cap = 300`:
 #
 # ```text
 # 3: 100 bytes, 2: 300 bytes, full   |   1: 300 bytes, full   |   0: 400 bytes        [[3, 2], [1], [0]]
@@ -1746,9 +1760,9 @@ checks.check_buckets(make_buckets, seed=62)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# For each bucket, count down the number of missing gradients. At 0, concatenate the flattened gradients with `torch.cat`, start the
-# all-reduce, and append the flat tensor and its wait function to a list. A `lambda` in a loop sees the *last* value of the loop
-# variable; `lambda p, n=n: ...` keeps the current one.
+# For each bucket, count down the number of missing gradients. At 0, concatenate the flattened gradients with
+# `torch.cat`, start the all-reduce, and append the flat tensor and its wait function to a list. A `lambda` in a loop
+# sees the *last* value of the loop variable `n`; `lambda p, n=n: ...` keeps the current value.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1902,9 +1916,10 @@ checks.check_sharded_memory(rehearse_layer, seed=66)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now on two real processes: 20 steps of a small network, with two micro-batches before each update. Each rank has its own part of
-# the data (`DistributedSampler`). We train once with PyTorch's `DistributedDataParallel`, once with your hooks, and once with your
-# buckets. The tensors of the network have 32,768, 512, 65,536, 512, 8,192 and 64 bytes, in the model's order.
+# Now train a small network on two real processes, for 20 steps with two micro-batches before each update. Each rank
+# has its own part of the data (`DistributedSampler`). We train once with PyTorch's `DistributedDataParallel`, once
+# with your hooks, and once with your buckets. The tensors of the network have 32,768, 512, 65,536, 512, 8,192 and 64
+# bytes, in the model's order.
 #
 # **Predict first**: how many all-reduces does a step take with buckets of 32 KiB (32,768 bytes)?
 
@@ -1959,8 +1974,8 @@ index = ["DistributedDataParallel", "your hooks", "your buckets"]
 pd.DataFrame(trained, index=index)[["all_reduces", "bytes"]]
 
 # %% [markdown]
-# After 20 steps the weights agree to $10^{-6}$. The buckets send the same bytes in fewer messages. Now the sharded layers, four of
-# 1,024 × 1,024:
+# After 20 steps the weights agree to $10^{-6}$. The buckets send the same bytes in fewer messages. Now measure the
+# memory of four sharded layers of 1,024 × 1,024:
 
 # %%
 held = pd.DataFrame(both[0][1] + both[1][1]).set_index(["rank", "weights"]) / 2**20
@@ -1971,12 +1986,11 @@ held.rename(columns={"held_bytes": "held, MiB", "gathered_bytes": "gathered, at 
 
 # %% [markdown]
 # Each rank stores half of the weights and gradients. In return, each pass gathers one whole weight at a time, 4 MiB.
-# (In the backward pass, the whole gradient of the layer takes as much again until the reduce-scatter. The table does
-# not count it.) In a model with a hundred layers, the memory for
-# one whole layer is small compared with what you save.
+# (In the backward pass, the whole gradient of the layer takes another 4 MiB until the reduce-scatter, which the table
+# leaves out.) In a model with a hundred layers, one whole layer is small compared with what you save.
 #
-# `capstone/data_parallel.py` does the same as an ordinary program of about a hundred lines, with `torchrun`, DDP and FSDP. Read it,
-# run it with `torchrun --nproc-per-node 2 capstone/data_parallel.py`, and try your own hooks in it.
+# `capstone/data_parallel.py` is an ordinary program of about a hundred lines with DDP and FSDP. Read it, run it with
+# `torchrun --nproc-per-node 2 capstone/data_parallel.py`, and try your own hooks in it.
 
 # %% [markdown]
 # ## 3.17 · A ring's backward
@@ -1989,17 +2003,17 @@ held.rename(columns={"held_bytes": "held, MiB", "gathered_bytes": "gathered, at 
 # ### Exercise 3-7 · A ring's backward
 # ●●● · 20 minutes · 0 points (optional)
 #
-# Shards are contiguous, and attention is causal. `ring_backward` gets this rank's shards: `dout`, `q`, `k`, `v`, `out`
-# `(heads, tokens, head_dim)`, and `lse` `(heads, tokens)`, the log-sum-exp of the *whole* rows. It returns `dq`, `dk` and `dv`, the
-# gradients of this rank's `q`, `k` and `v`. The contribution of one block is that of notebook 1 (1.6), with scores
-# $S = QK^\top / \sqrt d$ and with the row sums of $dO \circ O$ as $D$:
+# Shards are contiguous, and attention is causal. `ring_backward` gets this rank's shards: `dout`, `q`, `k`, `v`,
+# `out` `(heads, tokens, head_dim)`, and `lse` `(heads, tokens)`, the log-sum-exp $L$ of the *whole* rows. It returns
+# `dq`, `dk` and `dv`, the gradients of this rank's `q`, `k` and `v`. One block contributes as in notebook 1 (section
+# 1.6), with scores $S = QK^\top / \sqrt d$, and with the row sums of $dO \circ O$ as $D$:
 #
 # $$P = e^{S - L}, \quad dS = P \circ (dO\,V^\top - D), \quad dQ \mathrel{+}= dS\,K / \sqrt d, \quad dK \mathrel{+}= dS^\top Q / \sqrt d, \quad dV \mathrel{+}= P^\top dO$$
 #
-# `comm.send_on((k, v))` starts sending keys and values to the next rank, and returns a function. Call that function to get the pair
-# of the previous rank; until you have called it, don't change k and v in place. `comm.rank` is the number of this rank,
-# from 0, and `comm.world` the
-# number of ranks. All ranks must send equally often, even in steps in which they cannot see the keys.
+# `comm.send_on((k, v))` starts sending keys and values to the next rank, and returns a function. Call that function
+# to get the pair of the previous rank. Before this call, don't change k and v in place. `comm.rank` is the number of
+# this rank, from 0, and `comm.world` the number of ranks. All ranks must send equally often, even in steps whose keys
+# they cannot see.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -2065,7 +2079,7 @@ checks.check_ring_backward(rehearse_ring, seed=71)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now on three real processes, with the same check:
+# Now run it on three real processes, with the same check:
 
 # %%
 own_backward = checks.solution_or_reference(
@@ -2091,8 +2105,8 @@ print("On three processes, the function that the line above names:")
 checks.check_ring_backward(ring_on_processes, worlds=(3,))
 
 # %% [markdown]
-# Together with your forward pass of section 3.13, this is a complete ring with gradients. `labsupport/distributed/minimal_ring.py`
-# is the same in 60 lines, as one autograd function.
+# Together with your forward pass of section 3.13, this is a complete ring with gradients.
+# `labsupport/distributed/minimal_ring.py` puts both into one autograd function of 60 lines.
 #
 # ## 3.18 · A fault to find
 #
@@ -2102,9 +2116,9 @@ checks.check_ring_backward(ring_on_processes, worlds=(3,))
 # ### Exercise 3-8 · Find the fault
 # ●●○ · 10 minutes · 0 points (optional)
 #
-# The next cell starts with the colleague's program. *First*, run the cell after it: its table compares the gradient accumulated over
-# four parts with the gradient of the whole batch. Then write `find_fault`. It returns the letter of the cause and a correct
-# `gradient_of_part`; to correct it, you only need to change one line. The possible causes:
+# The next cell starts with the colleague's program. *First* run it and the cell after it: a table compares the
+# gradient accumulated over four parts with the gradient of the whole batch. Then write `find_fault`. It returns the
+# letter of the cause and a correct `gradient_of_part`, which differs in one line. The possible causes:
 #
 # | | the cause |
 # | --- | --- |
@@ -2126,8 +2140,8 @@ checks.check_ring_backward(ring_on_processes, worlds=(3,))
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# `F.cross_entropy(..., reduction="sum")` adds up the losses of a part's labels. Which number, the same for all parts, must you divide
-# each sum by? `all_labels` has the labels of the whole batch.
+# `F.cross_entropy(..., reduction="sum")` adds up the losses of a part's labels. By which number, the same for all
+# parts, must you divide each sum? `all_labels` has the labels of the whole batch.
 # </details>
 # </details>
 # </details>
@@ -2195,11 +2209,12 @@ checks.check_accumulation(after_repair, seed=81)
 # %% [markdown]
 # ## 3.19 · Longer than in training
 #
-# *Further (optional), 26 minutes.* Back to one device. RoPE itself has no last position, but each model was trained up to some
-# length. For `recall` (section 3.9) that is 2,048 bytes; only 40 of its 2,780 steps used 4,096. Now it reads lists of 4,096 bytes
-# that contain questions everywhere. We measure the NLL of questions and answers by their position.
+# *Further (optional), 26 minutes.* Back to one device. RoPE itself has no last position, but each model was trained
+# up to some length. `recall` (section 3.9) was trained on 2,048 bytes; only 40 of its 2,780 steps used 4,096. Now it
+# reads lists of 4,096 bytes with questions everywhere. We measure the negative log-likelihood (NLL) of questions and
+# answers by their position.
 #
-# **Predict first**: the NLL in the last 1,024 bytes is how many times as large as in the first 1,024?
+# **Predict first**: how many times as large is the NLL in the last 1,024 bytes as in the first 1,024?
 
 # %%
 predicted_rise = None  # your guess, a number
@@ -2217,11 +2232,10 @@ checks.compare_prediction("Last 1,024 bytes over the first", predicted_rise, ris
 by_position.round(2)
 
 # %% [markdown]
-# Later answers are harder in any case, because there are more facts to choose from. But from 2,048 on there is a second reason.
-# Pair $i$ turns by $t f_i$, and `recall` has $d/2 = 8$ pairs. In 2,048 bytes, pair 5 made a quarter of a turn, and pair 7 a
-# hundredth. Outside those 40 steps, the model has never seen larger angles of such pairs. Three remedies slow the pairs
-# down, by up to a factor $\sigma$
-# (here 2). They differ in which pairs they slow:
+# Later answers are harder in any case, because there are more facts to choose from. From 2,048 on there is a second
+# reason. At position $t$, pair $i$ has turned by the angle $t f_i$, and `recall` has $d/2 = 8$ pairs. In 2,048 bytes,
+# pair 5 makes a quarter of a turn, and pair 7 a hundredth. The model saw larger angles of these pairs only in those
+# 40 steps. Three remedies slow pairs down, by up to a factor $\sigma$ (here 2). Each slows other pairs:
 #
 # ```text
 # pair i                           0      1      2      3      4      5      6      7
@@ -2232,7 +2246,7 @@ by_position.round(2)
 #            YaRN                  1      1    1.1    1.3    1.6      2      2      2
 # ```
 #
-# The same for a model with 32 pairs, trained on 1,024 tokens and read at 8,192:
+# The figure shows a model with 32 pairs, trained on 1,024 tokens and used at 8,192:
 #
 # ![Turns of each of 32 pairs at the last token: trained on 1,024 tokens, and at 8,192 as it is, interpolated, and with a larger base.](../theory/figures/long-context-turns.png)
 #
@@ -2253,10 +2267,10 @@ by_position.round(2)
 #
 # $$f'_i = (1 - \gamma_i) f_i + \gamma_i \frac{f_i}{\sigma}, \qquad \gamma_i = \frac{i - \text{low}}{\text{high} - \text{low}} \text{ clamped to } 0 \dots 1, \qquad c(n) = \frac d2 \cdot \frac{\ln\frac{T}{2\pi n}}{\ln\beta}$$
 #
-# A pair at index $c(n)$ makes $n$ turns in $T$ tokens. *low* is $c(32)$ rounded down, at least 0; *high* is $c(1)$ rounded up. For
-# `recall` they are 1 and 5. (In the paper's formula the ramp is linear in the number of turns; in its program and in Transformers
-# it is linear in $i$, as here.) Queries and keys are both multiplied by the attention factor, so scores grow by its square. This
-# makes the softmax sharper.
+# A pair at index $c(n)$ makes $n$ turns in $T$ tokens. *low* is $c(32)$ rounded down, at least 0; *high* is $c(1)$
+# rounded up. For `recall` they are 1 and 5. (The ramp is linear in $i$, as in the authors' program and in
+# Transformers; the paper's formula differs.) Queries and keys are both multiplied by the attention factor, so scores
+# grow by its square, and the softmax becomes sharper.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -2333,10 +2347,10 @@ checks.check_yarn(yarn, seed=93)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# The same weights read the same lists with your frequencies. There is no training.
+# Now the same weights read the same lists with your frequencies, without further training.
 #
-# **Predict first**: which method is best in the last 1,024 bytes? Its NLL there is how many times the plain NLL of the first 1,024
-# bytes?
+# **Predict first**: which method is best in the last 1,024 bytes? How many times the plain NLL of the first 1,024
+# bytes is its NLL there?
 
 # %%
 predicted_best = None  # your guess, a number
@@ -2380,12 +2394,11 @@ plotting.plot_by_window(
 )
 
 # %% [markdown]
-# At $\sigma = 2$, YaRN helps most, then NTK-aware scaling, as in the paper. NTK-aware scaling is worse than plain frequencies in
-# the first bytes, because it also slows pairs that don't need it. Interpolation destroys this model: its first layers were built to
-# look 1 to 12 bytes back, and now all distances are halved. It needs further training; Chen et al. took 1,000 steps. The ranking is
-# not general: if you set `factor = 4` above, the lists have 8,192 bytes, and in their last 1,024 bytes NTK-aware
-# scaling beats YaRN. A model with 8 pairs is weak
-# evidence.
+# At $\sigma = 2$, YaRN helps most, then NTK-aware scaling, as in the paper. NTK-aware scaling is worse than plain
+# frequencies in the first bytes, because it also slows pairs that don't need it. Interpolation destroys this model:
+# its first layers look 1 to 12 bytes back, and now all distances are halved. Interpolation needs further training;
+# Chen et al. took 1,000 steps. The ranking depends on the length: with `factor = 4` above, the lists have 8,192
+# bytes, and in their last 1,024 bytes NTK-aware scaling beats YaRN.
 #
 # SmolLM2 is larger. It has 32 pairs, and was trained on up to 8,192 tokens. In a recorded run it reads 16,384 tokens of Python's
 # source (`python -m benchmarks long_positions`):
@@ -2406,17 +2419,17 @@ plotting.plot_by_window(
 )
 
 # %% [markdown]
-# Up to 8,192 tokens, plain frequencies are best. From 12,288 on they fail, but NTK-aware scaling and YaRN still work, without a
-# single step of training. Interpolation doesn't fail, but its NLL is about 1 nat per token above the best method's at
-# every length. This is one file and one small
-# model. And a low NLL does not mean that the model used anything 16,000 tokens away: section 3.9 measures that. Libraries have all
-# three: in Transformers they are the `rope_type`s `linear`, `dynamic` (whose base grows with the text) and `yarn`.
+# Up to 8,192 tokens, plain frequencies are best. From 12,288 on they fail, but NTK-aware scaling and YaRN still work,
+# without a single step of training. Interpolation works, too, but its NLL is about 1 nat per token above that of the
+# best method at every length. (This is one file and one small model. And a low NLL does not show that the model used
+# anything 16,000 tokens away; a test like that of section 3.9 does.) Transformers has all three, as the `rope_type`s
+# `linear`, `dynamic` (whose base grows with the text) and `yarn`.
 #
 # ## What you measured on several devices
 #
 # - Partial results and their log-sum-exps merge exactly, up to rounding, into attention over all keys. A plain average is wrong.
 # - With contiguous causal shards the busiest rank has $2 - 1/W$ times the average work; zigzag balances each step.
-# - Positions and labels belong to tokens. If you shard the wrong ones, the model still computes, and only the loss shows it.
+# - Shard positions and labels together with their tokens. Wrong ones raise no error; only the loss shows them.
 # - A ring divides what grows with $N$. FSDP divides what belongs to weights. DDP divides nothing, and sends least.
 # - `no_sync` saves all but one of the all-reduces of an accumulated step.
 # - If a rank dies, the whole run ends. Look for the rank that failed first.
@@ -2428,15 +2441,15 @@ plotting.plot_by_window(
 # <details><summary>1. Why can partial results be merged exactly, although softmax needs the whole row?</summary>
 #
 # An output of attention is a quotient: the values, weighted by exponentials and added up, divided by the sum of the
-# exponentials. Each part has such a quotient as its result, and the part's log-sum-exp gives its denominator.
-# Multiply the quotients by their denominators, add, and divide by the sum of the denominators. This is online softmax for whole
-# results instead of tiles.
+# exponentials. The result of each part is such a quotient, and the part's log-sum-exp gives its denominator. Multiply
+# the quotients by their denominators, add, and divide by the sum of the denominators. This is online softmax for
+# whole results instead of tiles.
 # </details>
 #
 # <details><summary>2. Striped attention gives rank r the tokens r, r + W, r + 2W, ... Is the work balanced? What else changes?</summary>
 #
-# Yes, nearly: each rank has early and late tokens (Brandon et al., *Striped Attention*, arXiv 2311.09431). But in every step the
-# block is a triangle, with a mask along its diagonal. Zigzag's blocks are whole chunks without a mask, except in step 0.
+# Yes, nearly: each rank has early and late tokens (Brandon et al., *Striped Attention*, arXiv 2311.09431). But in
+# every step the block is a triangle, with a mask along its diagonal. Zigzag needs a mask only in step 0.
 # </details>
 #
 # <details><summary>3. The hop takes 3 ms, the block 2 ms. What does a step cost, and what can you do?</summary>
@@ -2447,15 +2460,16 @@ plotting.plot_by_window(
 #
 # <details><summary>4. What does an all-reduce of n bytes cost each rank, and why is DDP's hidden for the most part?</summary>
 #
-# It sends $2 (W-1)/W \cdot n$ bytes, nearly independent of $W$: once around to add up, once around to distribute the sum. It starts
-# as soon as the last layers' bucket is full, while the backward pass still computes the earlier layers.
+# Each rank sends $2 (W-1)/W \cdot n$ bytes, nearly independent of $W$: once around to add up, once around to
+# distribute the sum. DDP starts as soon as the last layers' bucket is full, while the backward pass still computes
+# the earlier layers.
 # </details>
 #
 # <details><summary>5. The ranks have 5, 5, 5 and 4 micro-batches left. What happens under plain DDP, and what is the remedy?</summary>
 #
-# The fifth all-reduce of three ranks waits for the fourth rank: a hang, then a timeout. You can give the last rank an empty
-# micro-batch of weight 0 (as this lab does), drop the rest on all ranks, or use PyTorch's `Join`. And weight by labels: a mean of
-# means is wrong if the counts differ.
+# The fifth all-reduce of three ranks waits for the fourth rank: a hang, then a timeout. You can give the last rank an
+# empty micro-batch of weight 0 (as this lab does), drop the rest on all ranks, or use PyTorch's `Join`. And weight by
+# the number of labels, because a mean of means is wrong if these numbers differ.
 # </details>
 #
 # <details><summary>6. A model of 7 billion weights, AdamW in float32, 8 GPUs of 80 GB. DDP or FSDP? What if the sequence has a million tokens?</summary>
