@@ -750,7 +750,7 @@ fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 # By the plan, the same GPU takes a hundred times as many tokens with a 16-bit stream, and 390 times as many with host
 # memory. Is it true? The dots in the figure were measured on an H200 whose allocator was limited to 16 GiB
 # (`context-16gib-short-h200`, `context-16gib-long-h200`, `context-16gib-million-h200`); `million-h200` uses the whole
-# card. The factor in the figure's title holds at a million tokens:
+# card:
 #
 # ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, with a 16-bit stream beyond 400K, and with host memory beyond a million; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
 #

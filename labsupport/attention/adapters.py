@@ -103,7 +103,7 @@ def gluon_reasons(call: AttentionCall) -> list[str]:
     if call.head_dim not in (64, 128):
         reasons.append(f"takes head_dim 64 or 128, not {call.head_dim}")
     if not all(map(can_be_described, (call.q, call.k, call.v))):
-        reasons.append("the copy engine needs contiguous rows in 16-byte steps")
+        reasons.append("the TMA unit needs contiguous rows in 16-byte steps")
     return reasons
 
 

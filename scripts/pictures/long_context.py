@@ -96,8 +96,8 @@ def memory(panels):
         plans[strategy.name][LENGTHS[-1]].peak_bytes for strategy in (strategies[1], strategies[-1])
     )
     return (
-        "Without the square, the linear terms are the wall; five more remedies divide them by "
-        f"{first / last:.0f}",
+        "Without the square, the linear terms are the wall; at 1M tokens five remedies divide them "
+        f"by {first / last:.0f}",
         "Lines and bars: computed by labsupport.training.planner. GPT-2 small's shape (124M, "
         "rotary positions), batch 1, bfloat16 autocast, AdamW, on a GPU.\n"
         "Each remedy on top of those before it. Dots: what ran in 16 GiB "

@@ -1,7 +1,7 @@
 """The kernels for Hopper GPUs against the error rule; on a CPU the Triton ones are interpreted.
 
 On a Hopper GPU `attention` takes them wherever they can run; here they are asked for by name. Other
-GPUs have no copy engine.
+GPUs have no TMA unit.
 """
 
 import sys

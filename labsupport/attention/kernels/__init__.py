@@ -3,7 +3,7 @@
     common         what the kernels share: which tiles, and which entries of a tile, are visible
     forward        one program for each block of queries: O and the log-sum-exp
     backward       one program for each block of keys: dK, dV; one for each block of queries: dQ
-    hopper         both passes for Hopper GPUs, with tiles fetched by the copy engine
+    hopper         both passes for Hopper GPUs, with tiles fetched by the TMA unit
     decode         one or a few queries against a long cache: programs share the keys
     linear         the rest of a decode step: matrices times the newest token of each row
     forward_gluon, backward_gluon   both passes for Hopper GPUs once more, with different jobs for

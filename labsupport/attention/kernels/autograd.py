@@ -44,7 +44,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def can_be_described(x: Tensor) -> bool:
-    """Return whether the copy engine takes x: contiguous rows, and 16-byte steps between them."""
+    """Return whether the TMA unit takes x: contiguous rows, and 16-byte steps between them."""
     return x.data_ptr() % 16 == 0 and _strides_fit(x.shape, x.stride(), x.itemsize)
 
 

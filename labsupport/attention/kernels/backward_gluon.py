@@ -17,18 +17,18 @@ the same bits every time (`torch.use_deterministic_algorithms`), take the two Tr
 
 The warps of a program have different jobs:
 
-    producer      one warp: asks the copy engine (TMA) for K and V, then for the tiles of Q, dO,
+    producer      one warp: asks the TMA unit for K and V, then for the tiles of Q, dO,
                   shift and delta
     consumers     two groups of four warps, 64 keys each: products and elementwise arithmetic
 
 A product with dS sums over all 128 keys, so the consumers exchange their halves of dS in shared
 memory, and each computes one half of the tile of dQ: with head_dim 128 half of the columns of 64
-queries, with head_dim 64 half of 128 queries. The copy engine adds it to dQ while the consumers go
+queries, with head_dim 64 half of 128 queries. The TMA unit adds it to dQ while the consumers go
 on (`cp.reduce.async.bulk.tensor`).
 
     barrier     protects                                     arrives            waits
-    k_ready     K and V have been copied                     the copy engine    consumers
-    ready       a tile of Q, dO, shift and delta, too        the copy engine    consumers
+    k_ready     K and V have been copied                     the TMA unit       consumers
+    ready       a tile of Q, dO, shift and delta, too        the TMA unit       consumers
     empty       its buffers may be overwritten               each consumer      producer
     ds_ready    both halves of dS are in shared memory       each consumer      consumers
 
@@ -40,7 +40,7 @@ While the tensor cores compute dP, the consumer takes exp2 of S; during dV it co
 are asynchronous, and `warpgroup_mma_wait(n)` waits until n of them at most are under way.
 
 Sources: Dao, "FlashAttention-2" (2023), algorithm 2; Shah et al., "FlashAttention-3" (2024),
-section B.1, for the jobs of the warps and dQ by the copy engine.
+section B.1, for the jobs of the warps and dQ by the TMA unit.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ KEYS = gl.constexpr(128)  # keys of a program: of two consumers
 
 @builtin
 def _reduce_add(desc, at, tile, _semantic: Any = None):
-    """Ask the copy engine to add a tile in shared memory to the tensor; Gluon lacks the name."""
+    """Ask the TMA unit to add a tile in shared memory to the tensor; Gluon lacks the name."""
     at = _semantic._convert_to_ir_values(at, require_i64=False)
     add = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(add, desc.handle, at, tile.handle)
@@ -273,7 +273,7 @@ def _consume(ME: gl.constexpr, work, outputs, mask: gl.constexpr):
         dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
         ds_mine = ds_buffers.index(t % 2 * 2 + ME)
         ds_other = ds_buffers.index(t % 2 * 2 + 1 - ME)
-        tma.store_wait(0)  # until the copy engine has read the last tile of dQ
+        tma.store_wait(0)  # until the TMA unit has read the last tile of dQ
         ds_mine.store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_ready, count=1)

@@ -244,7 +244,7 @@ def describe(
     make: Any = TensorDescriptor,
     plain: bool = False,
 ) -> Any:
-    """Describe x to the copy engine, in tiles of rows x columns, or of whole rows.
+    """Describe x to the TMA unit, in tiles of rows x columns, or of whole rows.
 
     x (batch, seqlen, heads, head_dim) gets the order (batch, heads, seqlen, head_dim) unless
     `plain`. Triton checks what is made; so it's made once for a shape, and copied for each tensor.

@@ -4,7 +4,7 @@ A Triton program is one group of warps that do everything in turn: wait for a ti
 the softmax, multiply again. The tensor cores idle during the softmax. Gluon, Triton's lower level,
 lets us give the warps of a program different jobs (`gl.warp_specialize`):
 
-    producer      one warp: asks the copy engine (TMA) for the tiles of Q, K and V
+    producer      one warp: asks the TMA unit for the tiles of Q, K and V
     consumers     one to three groups of four warps, 64 queries each: products and softmax
 
 There is at most one program for each multiprocessor. It works through several blocks of queries
@@ -26,9 +26,9 @@ that its count is reached its phase flips (0, 1, 0, ...). To wait for phase p is
 phase p is over; a fresh barrier counts as having finished phase 1, so a first wait for 1 passes.
 
     barrier     protects                               arrives                 waits
-    q_ready     the block of Q has been copied         the copy engine         consumers
+    q_ready     the block of Q has been copied         the TMA unit            consumers
     q_empty     its buffer may be overwritten          each consumer           producer
-    k_ready     the tile of K has been copied          the copy engine         consumers
+    k_ready     the tile of K has been copied          the TMA unit            consumers
     k_empty     its buffer may be overwritten          each consumer           producer
     v_ready, v_empty    the same for V
     order[i]    consumer i may use the tensor cores    the consumer before it  consumer i
@@ -38,7 +38,7 @@ have. Without `order` the result would be the same: it is there for speed.
 
 Products are asynchronous: `warpgroup_mma_wait(n)` waits until at most n are still under way, and
 `deps` names what is ready then. A call with `pred` false does nothing. `fence_async_shared` lets
-the copy engine see the fresh barriers.
+the TMA unit see the fresh barriers.
 
 K and V have STAGES buffers each, a ring: tile t is in buffer t % STAGES, in its (t // STAGES)-th
 round. Q has two, so that the next block is there when this one ends.

@@ -1,4 +1,4 @@
-"""Both passes for Hopper GPUs: the copy engine fetches the tiles, and the threads do not.
+"""Both passes for Hopper GPUs: the TMA unit fetches the tiles, and the threads do not.
 
 A multiprocessor of compute capability 9.0 has an engine that copies whole tiles between memory and
 shared memory: the Tensor Memory Accelerator. One thread names a tile by its coordinates in a
