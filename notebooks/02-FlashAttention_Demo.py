@@ -439,8 +439,7 @@ def shown(table):
     return table[[name for name in columns if name in table]].round(digits).rename(columns=columns)
 
 
-ends = [lengths[0], lengths[-1]]
-options = {"attentions": ["eager", "flash"], "lengths": ends, "max_seconds": 0.3}
+options = {"attentions": ["eager", "flash"], "lengths": lengths, "max_seconds": 0.3}
 reading = models.measure_model(model, ids, **options)
 reading = speedup(reading, over="eager")
 longest = reading[reading.seqlen == lengths[-1]].set_index("backend")
