@@ -256,9 +256,11 @@ class Backend:
         hardware = self.limits.hardware_reasons(call)
         found = [*([missing] if missing else []), *hardware, *self.limits.option_reasons(call)]
         for part in self.parts(call):
-            if part is not call:
-                found += self.limits.option_reasons(part)
-            if not hardware:  # on an unknown device a kernel's own reasons mean nothing
+            options = self.limits.option_reasons(part)
+            found += options
+            # On an unknown device a kernel's own reasons mean nothing. PyTorch would print that it
+            # cannot do what `limits` excludes.
+            if not hardware and not options:
                 found += self.further_reasons(part)
         return list(dict.fromkeys(found))
 

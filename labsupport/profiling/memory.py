@@ -155,12 +155,17 @@ def without_allocator_warning() -> Iterator[None]:
 
 
 def _measure_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
-    # A reference cycle that is collected during the call would look like memory given back by it.
-    gc.collect()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
-    result = fn()
+    # A reference cycle that is collected during the call would look like memory given back by it.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        result = fn()
+    finally:
+        if collects:
+            gc.enable()
     torch.cuda.synchronize(device)
     after = torch.cuda.memory_stats(device)
     del result

@@ -9,7 +9,7 @@ import gc
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,9 +63,10 @@ def measure_training(
         strategies: ways to save memory, by default each on top of the earlier ones.
         make_model: as for `training_step`; of another model than the `Decoder` there is no plan.
         device: by default a GPU if there is one.
-        limit: bytes, or a text such as "16GiB". On a GPU the allocator is limited to it, so that
-            more fails. On a CPU it is the plan that decides. A step that the plan puts more than a
-            tenth above the limit is not tried: its row says "predicted".
+        limit: bytes, or a text such as "16GiB". On a GPU the allocator is limited to it (beyond
+            what it holds before), so that more fails. On a CPU it is the plan that decides. A step
+            that the plan puts more than a tenth above the limit is not tried: its row says
+            "predicted".
         max_seconds: time limit for the repeats of a short step.
 
     Returns:
@@ -115,7 +116,11 @@ def measure_training(
         return row
 
     cases = [(strategy, length) for strategy in strategies for length in lengths]
-    with memory_limit(bound, place) if bound and place.type == "cuda" else nullcontext():
+    limited: AbstractContextManager[None] = nullcontext()
+    if bound and place.type == "cuda":
+        torch.cuda.empty_cache()
+        limited = memory_limit(bound + torch.cuda.memory_reserved(place), place)
+    with limited:
         rows = [
             measured(*case) for case in tqdm(cases, disable=not progress, unit="case", leave=False)
         ]

@@ -319,3 +319,15 @@ def test_a_function_of_ones_own_is_a_backend():
         implementations.own.clear()
     with pytest.raises(ValueError, match="is a backend of the lab's"):
         register_backend("standard", own)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_float32_with_grouped_heads_takes_the_fastest_kernel_of_a_gpu(kv_heads):
+    inputs = make_model_qkv(2, 96, 96, 6, kv_heads, 32, device="cuda")
+    assert_obeys_error_rule(
+        lambda q, k, v: attention(q, k, v, causal=True), inputs,
+        math_layout=to_math_layout, back=lambda t: t.transpose(1, 2), causal=True,
+    )  # fmt: skip
+    assert last_call().backend == "sdpa_efficient"
+    assert last_call().kernel.endswith("key heads repeated")
