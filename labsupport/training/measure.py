@@ -127,7 +127,7 @@ def measure_training(
     table = pd.DataFrame(rows)
     table.attrs["provenance"] = provenance(
         place, limit_bytes=bound, parameters=config.parameters,
-        allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        allocator=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF")),
     )  # fmt: skip
     return table
 
