@@ -22,7 +22,8 @@ _VARIABLES = re.compile(r"(WORKERS|PYTEST|TYPOS) = ")
 # A part of the installation guide that does not hold here.
 _ELSEWHERE = re.compile(r"benchmarks|git clone")
 _LEFT_OUT = re.compile(
-    r"`?(flash_torch|flash_triton|minimal_ring|kernels/)|lab's own function|`(python|text)` block"
+    r"`?(flash_torch|flash_triton|minimal_ring|kernels/|capstone/data_parallel)"
+    r"|lab's own function|`(python|text)` block"
 )
 _PROGRAMS = re.compile(r"^## The code in the chapters runs\n.*?(?=^## |\Z)", _LINES)
 # A program or pseudo-code, and what the program prints.
@@ -30,6 +31,7 @@ _BLOCK = re.compile(
     r"^(```+)(python|text)\b.*?^\1[ ]*\n(?:\n*(^(```+)text\b.*?^\4[ ]*\n))?", _LINES
 )
 _OUTLINE = re.compile(r"<details><summary>Hint 3.*?</details>", re.DOTALL)  # the innermost one
+_RECORDED = re.compile(r"\s\(`python -m benchmarks[^)]*\)")  # how a run was recorded
 _NOTE = "*(A program, not part of the exam edition.)*"
 _OTHER = rf"`make (?!{'|'.join(_TARGETS)})[^`]*`"  # a command that students do not get
 _ASIDE = re.compile(rf"; {_OTHER}|\s\({_OTHER}\)")
@@ -157,10 +159,13 @@ def without_left_out(text: str, left_out: re.Pattern[str] = _LEFT_OUT) -> str:
     for paragraph in text.split("\n\n"):
         fences = paragraph.count("```")
         if left_out.search(paragraph):
-            table = paragraph.lstrip().startswith(("|", "- ")) or in_block or fences
-            parts = paragraph.split("\n") if table else re.split(r"(?<=[.:!?)])\s+", paragraph)
-            kept = [part for part in parts if not left_out.search(part)]
-            paragraph = ("\n" if table else " ").join(kept)
+            if in_block or fences or paragraph.lstrip().startswith("|"):
+                between, parts = "\n", paragraph.split("\n")
+            elif paragraph.lstrip().startswith("- "):
+                between, parts = "\n", re.split(r"\n(?=- )", paragraph)
+            else:
+                between, parts = " ", re.split(r"(?<=[.!?])\s+|(?<=[.!?]\))\s+", paragraph)
+            paragraph = between.join(part for part in parts if not left_out.search(part))
         paragraphs.append(paragraph)
         in_block ^= fences % 2 == 1
     return "\n\n".join(paragraphs)
@@ -171,8 +176,8 @@ def _exam(notebook_text: str) -> str:
     notebook = json.loads(notebook_text)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
-            text = without_left_out(_OUTLINE.sub("", "".join(cell["source"])))
-            cell["source"] = text.splitlines(keepends=True)
+            text = _RECORDED.sub("", _OUTLINE.sub("", "".join(cell["source"])))
+            cell["source"] = without_left_out(text).splitlines(keepends=True)
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 

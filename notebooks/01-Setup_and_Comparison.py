@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 1 · Attention's memory bottleneck, and how FlashAttention removes it
 #
-# ![Memory against sequence length: textbook attention needs 100 GiB at some ten thousand tokens, FlashAttention at a hundred thousand.](../theory/figures/memory-by-length.png)
+# ![Memory of 32 layers in training, by formula: textbook attention outgrows an H200's 140 GiB at about 8,600 tokens, FlashAttention at about 140,000.](../theory/figures/memory-by-length.png)
 #
 # Textbook attention (black) outgrows every GPU. FlashAttention (blue) computes the same result exactly. Its memory
 # grows with the length; the textbook's grows with the square of the length. In this notebook you write
@@ -19,9 +19,10 @@
 #
 # - write textbook attention, and say how much memory it needs;
 # - explain why memory traffic, not arithmetic, makes it slow;
-# - write FlashAttention: online softmax, tiled forward, backward by recomputation;
-# - call the fast implementations, know which kernel ran, and compare their time, memory and error;
-# - choose a dtype, and understand the errors that a wrong dtype causes.
+# - write FlashAttention: online softmax, tiled forward, and (*further*) the backward by recomputation;
+# - call the fast implementations, know which *kernel* (a program that the device runs as a whole) was chosen, and
+#   compare their time, memory and error;
+# - (*further*) choose a dtype, and understand the errors that a wrong dtype causes.
 #
 # **Time** about 220 minutes; the exercises take 172 of them. Sections marked *further* are optional.
 #
@@ -37,9 +38,8 @@
 # [glossary](../theory/glossary.md) defines the terms.
 #
 # **How to work.** Run the cells in order. In eight exercises you replace `raise NotImplementedError` with your code.
-# The check cells tell you what is still wrong, and hints unfold in three stages. When your checks pass, compare your
-# code with the lab's copy of this notebook (in `notebooks/`), if your course hands out solutions. Write down a guess
-# before each measurement. *Run All* stops at the first unsolved exercise and then shows the end of the notebook:
+# The check cells tell you what is still wrong, and hints unfold in stages. If your course hands out
+# solutions, compare your code with them when your checks pass. Write down a guess before each measurement. *Run All* stops at the first unsolved exercise and then shows the end of the notebook:
 # scroll up to the red message.
 
 # %%
@@ -56,8 +56,8 @@ environment_card()
 
 # %% [markdown]
 # The card above names your device. It lists the implementations of attention, called *backends*: those that run here,
-# and the reason why each of the others does not. Two run on any device: `standard` is textbook attention, and
-# `flash_torch` is FlashAttention in plain PyTorch. In a terminal, `labsupport doctor` says how to fix problems. It
+# and the reason why each of the others does not. `standard` is textbook attention, and runs on any device. So does
+# `flash_torch`, FlashAttention in plain PyTorch. In a terminal, `labsupport doctor` says how to fix problems. It
 # also warns if other programs keep the machine busy, which makes measured times too long.
 #
 # The following cell picks sizes that suit your device. `heads` and `head_dim` are those of a small model.
@@ -113,7 +113,7 @@ plotting.plot_weights({"this mask (dark: visible)": mask, "causal": torch.ones(6
 # | `k`, `v` | `(..., seqlen_k, head_dim)` | keys and values |
 # | `mask` | `(seqlen_q, seqlen_k)`, boolean, or `None` | `True` where a query may look |
 # | returns `output` | `(..., seqlen_q, head_dim)` | in the dtype of `q` |
-# | returns `weights` | `(..., seqlen_q, seqlen_k)` | rows sum to 1, or to 0 if the query sees no key |
+# | returns `weights` | `(..., seqlen_q, seqlen_k)` | in the dtype of `q`; rows sum to 1, or to 0 if the query sees no key |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -343,12 +343,14 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 #
 # ![Textbook attention as four kernels, which pass S and P to one another through the slow memory; beside it FlashAttention, one kernel that reads Q, K and V and writes O.](../theory/figures/textbook-passes.png)
 #
-# PyTorch makes more trips: scaling, masking and normalising each read and write the whole matrix once more.
+# PyTorch makes more trips: its scaling is a kernel of its own, and so is a mask. Each reads and writes the whole matrix
+# once more.
 #
 # Two things take time in a forward pass. Bytes move at the speed of the memory. The arithmetic, $4N^2d$
 # floating-point operations (FLOPs) per head, runs at the speed of matrix multiplication. The pass takes at least as
 # long as the slower of the two. The next cells *measure* both speeds on your device, and take the H200's from the
-# table. Guess: on the H200, moving the bytes takes how many times as long as the arithmetic?
+# table. Guess: on the H200, how many times as long as the arithmetic does
+# moving the bytes take?
 
 # %%
 predicted_ratio = None  # H200: how many times as long do the bytes take as the arithmetic?
@@ -387,10 +389,10 @@ checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio,
 #
 # On a CPU the arithmetic is slow as well, and often takes longer than the bytes. Textbook attention takes far longer
 # than both (section 1.8), because it makes more than four trips and allocates memory for each matrix. (Many CPUs have
-# no fast instructions for float16, so it may be slower than float32.)
+# no fast instructions for float16, so it may be many times slower than float32.)
 
 # %% [markdown]
-# ![Speed against FLOPs per byte on an H200: the textbook lies far down the slope that the memory sets, the fused kernels are near the roof of the arithmetic.](../theory/figures/roofline-h200.png)
+# ![Speed against FLOPs per byte on an H200: the textbook's speed is limited by the memory (sloping line), the speed of FlashAttention's kernels by the arithmetic (flat line).](../theory/figures/roofline-h200.png)
 #
 # So the aim is fewer trips to the slow memory, not fewer operations: **never write $S$ and $P$ there**. Compute a small tile
 # of them in fast memory, use it, and discard it. Three ideas make that possible:
@@ -420,7 +422,8 @@ for name, s in (("as it stands", row), ("maximum subtracted", shifted)):
     print(f"{name:20}", [f"{p:.4f}" for p in s.exp() / s.exp().sum()])
 
 # %% [markdown]
-# A common mistake is to take the softmax of each block and add up the results. The error is far larger than rounding:
+# A common mistake is to take the softmax of each block and add up the results. The result is wrong, and
+# not just by rounding:
 
 # %% tags=["nbval-check-output"]
 values = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
@@ -536,15 +539,17 @@ checks.check_running_streams(running_max_and_sum)
 # in later notebooks, use this.
 
 # %% tags=["nbval-check-output"]
-from labsupport.attention import merge_attention, oracle_attention
+from labsupport.attention import oracle_attention
 
 q, k, v = (torch.randn(6, 8, dtype=torch.float64) for _ in range(3))
 # exact attention, in float64: returns the output and L
-first, second = oracle_attention(q, k[:4], v[:4]), oracle_attention(q, k[4:], v[4:])
-merged, _ = merge_attention(*first, *second)
+out_a, lse_a = oracle_attention(q, k[:4], v[:4])
+out_b, lse_b = oracle_attention(q, k[4:], v[4:])
+lse = torch.logaddexp(lse_a, lse_b)  # ln(exp(lse_a) + exp(lse_b))
+merged = (lse_a - lse).exp()[:, None] * out_a + (lse_b - lse).exp()[:, None] * out_b
 whole, _ = oracle_attention(q, k, v)
 print("merged halves = whole:", torch.allclose(merged, whole))
-print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole))
+print("plain average = whole:", torch.allclose((out_a + out_b) / 2, whole))
 
 
 # %% [markdown]
@@ -798,7 +803,8 @@ checks.check_forward_memory(my_flash_forward)
 # <details><summary>Hint 2: the idea</summary>
 #
 # Let the outer loop run over the blocks of keys, as version 2's backward does: then `dv` of a block is finished when
-# its inner loop ends. A tile of $P$ is $e^{S - L}$. There, give `lse` a last dimension of 1.
+# its inner loop ends. A tile of $P$ is $e^{S - L}$. Write `lse[..., None]` for $L$: one row for each query,
+# like the tile.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -935,7 +941,7 @@ checks.check_backward_memory(my_flash_backward)
 
 # %% [markdown]
 # Both passes together make a `torch.autograd.Function`. The next cell builds one from your two functions if they pass
-# their checks, and from the lab's otherwise. (The lab's own class is `FlashAttentionFunction` in
+# their checks. Otherwise it takes the lab's own functions. (The lab's own class is `FlashAttentionFunction` in
 # `labsupport/attention/flash_torch.py`.) The cell after it compares the gradients with finite differences, and shows
 # what is stored for the backward pass.
 
@@ -985,7 +991,7 @@ print("kept for the backward:", [tuple(t.shape) for t in out.grad_fn.saved_tenso
 # Q, K, V, O and one number for each row are stored, but no matrix of 20 × 20.
 #
 # `register_backend` gives your function the name `"mine"`. The lab's tables, charts and models can then use it. The
-# blocks are larger here:
+# blocks are larger than in your checks, so that the loop has fewer turns:
 
 # %%
 from labsupport.attention import register_backend
@@ -1010,7 +1016,7 @@ else:
 #
 # Models written for SDPA use the other layout, `(batch, heads, seqlen, head_dim)`. If you mix up the two, shapes
 # still fit, but attention runs across the heads of one token instead of across tokens. The lab's function raises an
-# error if it sees more than 128 heads. It cannot detect a shorter sequence in the wrong layout, so check your shapes.
+# error if it sees more than 128 heads, and more heads than keys. It cannot detect a shorter sequence in the wrong layout, so check your shapes.
 
 # %%
 q, k, v = (
@@ -1038,10 +1044,12 @@ print(f"you predicted {predicted_backend}; it was:", last_call(), sep="\n")
 # textbook implementations.
 #
 # > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it uses its FlashAttention
-# > kernel by default. On a GPU the choice depends on dtype, mask, shape and GPU generation: on Hopper and Blackwell it tries
-# > cuDNN's kernel first, and with float32 or an explicit mask you don't get FlashAttention. Check with `last_call()`.
+# > kernel by default. On a GPU the choice depends on dtype, mask, shape and GPU generation. With float32 or an explicit
+# > mask, you don't get FlashAttention. The newest GPUs (Hopper, Blackwell) try the kernel of cuDNN, NVIDIA's library,
+# > first. Check with `last_call()`.
 #
-# > **A common error.** "flash-attn runs from compute capability 7.5." Since version 2.0, flash-attn needs 8.0 (Ampere).
+# > **A common error.** "flash-attn runs on every GPU since Turing." Since version 2.0 it needs Ampere (an A100, an RTX 30) or a
+# > newer one.
 # > On older GPUs use `sdpa_efficient`. `available_backends()` lists what runs on your machine:
 
 # %%
@@ -1051,10 +1059,10 @@ available_backends(device=device)
 # ## 1.8 · The comparison
 # *Core · 5 minutes*
 #
-# The measurement takes some seconds, on a slow CPU up to half a minute. It compares the textbook (`standard`), the
-# lab's FlashAttention in plain PyTorch (`flash_torch`), yours (`mine`), and PyTorch's FlashAttention kernel
-# (`sdpa_flash`) at four lengths. All get the same inputs in the same dtype, without a mask. Guess: at 4,096 tokens,
-# how many times as fast as the textbook is the forward pass of `sdpa_flash`?
+# The measurement takes some seconds, on a slow CPU up to half a minute. At four lengths, it compares the textbook
+# (`standard`), yours (`mine`, if you have solved 1-4 and 1-5) and PyTorch's FlashAttention kernel (`sdpa_flash`; an
+# older GPU takes `sdpa_efficient` instead). It also measures the lab's FlashAttention in plain PyTorch, `flash_torch`.
+# All get the same inputs in the same dtype, without a mask. Guess: at 4,096 tokens, how many times as fast as the textbook is the forward pass of `sdpa_flash`?
 
 # %%
 predicted_speedup = None  # your guess, a number, before you run the next cells
@@ -1107,10 +1115,9 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Remember this chart. The textbook's memory rises by a factor of 4 per doubling, as the formula says. The memory of
-# all others, yours included, rises far more slowly. (At short lengths, fixed costs such as the memory of one tile
-# dominate.) Your function has FlashAttention's memory, but not its speed: it is a loop in Python, with a kernel for
-# each line.
+# Remember this chart. The textbook's memory rises by a factor of 4 per doubling, as the formula says. FlashAttention's
+# rises far more slowly. (At short lengths, fixed costs such as the memory of one tile dominate.) Your function, if it
+# is in the chart, has FlashAttention's memory, but not its speed: it is a loop in Python, with a kernel for each line.
 
 # %% [markdown]
 # Now add the backward pass: the textbook stores $P$ for it, and FlashAttention recomputes $P$. Guess: at 512 tokens,
@@ -1162,12 +1169,12 @@ for row in wall.itertuples():
 # ## 1.9 · Are they equal?
 # *Core · 2 minutes*
 #
-# ![Relative error of one row in float32 against its number of keys: many rescalings hardly add to it, and many small blocks cost more than few large ones.](../theory/figures/rescaling-error.png)
+# ![Relative error of one row in float32 against its number of keys: rescaling many times hardly increases it, and small blocks give a larger error than large ones.](../theory/figures/rescaling-error.png)
 #
 # In exact arithmetic the implementations give equal results. In floating point, sums in another order round
 # differently. How large an error is acceptable depends on the dtype. The next table compares each implementation with
-# an *oracle*, the same mathematics in float64. Guess: how many times as large is the textbook's error in bfloat16 as
-# in float32?
+# an *oracle*, the same mathematics in float64. Guess: by what factor does the textbook's error grow from float32 to
+# bfloat16?
 
 # %%
 predicted_growth = None  # your guess, a number, before you run the next cell
@@ -1186,14 +1193,15 @@ errors
 # implementation with the textbook *in the same dtype*. In flash-attn's tests the maximum error may be at most twice the
 # textbook's (three times for gradients), plus $10^{-5}$: the column *allowed*.
 #
-# FlashAttention often has a *smaller* error than the textbook, because it keeps scores and sums in float32. Fused
-# kernels round $P$ and the output, and `flash_torch` rounds only the output: compare their relative errors.
+# FlashAttention often has a *smaller* error than the textbook, because it keeps scores and sums in float32:
+# compare the relative errors. (Fused kernels round $P$ and the output, and `flash_torch` rounds only the output.)
 
 # %% [markdown]
 # ## 1.10 · Which dtype?
 # *Further (optional) · 20 minutes*
 #
-# A wrong dtype can cause an error message or, worse, a NaN. The ranges:
+# A wrong dtype can cause an error message or, worse, a NaN. The ranges (TF32 is how a GPU's matrix units may read
+# float32: its range, but fewer digits):
 #
 # ![Ranges of float32, TF32, bfloat16 and float16 on a logarithmic axis: float16 ends at 65,504, bfloat16 reaches as far as float32.](../theory/figures/dtype-ranges.png)
 #
@@ -1326,10 +1334,10 @@ checks.check_half_attention(half_attention, seed=63)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# The lab's `safe_flash_attention` does more: it casts to float32 if the kernel accepts that, and it also uses
-# bfloat16 for tensors that are too *small* for float16. Its report says what it did, and how large the error is on a
-# sample of the queries. (`PrecisionTracker` checks the inputs of a whole model.) Here, `dtypes=` makes a CPU behave
-# like a GPU:
+# The lab's own function `safe_flash_attention` does more, since it casts to float32 if the kernel accepts that, and also
+# uses bfloat16 if a tensor's values are too close to 0 for float16. The report of `safe_flash_attention` says what was
+# cast, and how large the error is. (`PrecisionTracker` checks the inputs of a whole model.) A GPU's kernels take only float16 and
+# bfloat16. With `dtypes=`, the call below allows only these on a CPU, too:
 
 # %%
 import warnings
@@ -1386,8 +1394,8 @@ plotting.plot_memory(
 # At 4,096 tokens. The *distance* to the line shows how well a kernel uses the GPU; at 512 tokens there is too little work to
 # fill it. </details>
 #
-# `flash_torch` saves the memory but not the time: each of its small steps is a separate kernel, in float32, and the GPU's
-# tensor cores stay idle. *Fusion* fixes that. (`sdpa_math` is PyTorch's own textbook.)
+# `flash_torch` saves the memory but not the time, since each of its small steps is a separate kernel, in float32, and the
+# GPU's matrix units, its tensor cores, stay idle; *fusion* fixes that. (`sdpa_math` is PyTorch's own textbook.)
 #
 # A causal mask changes the ratios here, too (section 1.8). At 4,096 tokens:
 
@@ -1638,7 +1646,7 @@ print(f"largest change of the outputs before the last token: {change.max():.2f};
 #
 # | function | returns |
 # | --- | --- |
-# | `rows_that_leak(seqlen, gap)` | of `seqlen` tokens, the number whose output depends on tokens that they must not see |
+# | `rows_that_leak(seqlen, gap)` | how many of the `seqlen` tokens have an output that depends on tokens they must not see |
 # | `cause()` | the letter of the cause, such as `"A"` |
 # | `repaired(x, gap)` | what `recall` should return: copy it, and change one line. A token that may see nothing gets zeros |
 #
@@ -1720,10 +1728,11 @@ checks.check_recall(repaired, seed=82)
 #
 # - Textbook attention needs $2 \cdot B \cdot H \cdot N^2$ elements for $S$ and $P$: formula and measurement agree.
 # - Softmax can be computed block by block, exactly, with a running maximum and sum.
-# - FlashAttention's forward and backward are each two nested loops over tiles. They store one number for each row,
-#   not one for each pair.
+# - FlashAttention's forward and backward are each two nested loops over tiles. They store one number for each query,
+#   not one for each pair of a query and a key.
 # - The gain depends on length, device and dtype.
-# - Two correct implementations differ by rounding. Judge one by the textbook in the same dtype.
+# - Two correct implementations differ by rounding. To judge an implementation, compare its error with the textbook's in
+#   the same dtype.
 # - A kernel wants one dtype for q, k and v. Whether float16 is possible depends on the size of these inputs, not of the
 #   scores.
 # - In FP8 a scale keeps numbers in the range, and a rotation of queries and keys reduces the error that outliers
@@ -1748,14 +1757,14 @@ checks.check_recall(repaired, seed=82)
 #
 # ### Read on
 #
-# - [The theory](../theory/README.md): chapters 1 and 2 derive sections 1.1 to 1.4, chapter 3 the two loops and the backward pass,
-#   chapter 6 section 1.10.
+# - [The theory](../theory/README.md): chapters 1 and 2 belong to sections 1.1 to 1.4, chapter 3 to sections 1.5 and 1.6, and
+#   chapter 6 to section 1.10.
 # - T. Dao, D. Fu, S. Ermon, A. Rudra, C. Ré: *FlashAttention: Fast and Memory-Efficient Exact Attention with
 #   IO-Awareness* (2022), arXiv:2205.14135. Sections 2 and 3; appendix B derives the backward.
 # - T. Dao: *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning* (2023),
 #   arXiv:2307.08691. Section 3 has the loop order that you wrote.
 # - M. Milakov, N. Gimelshein: *Online normalizer calculation for softmax* (2018), arXiv:1805.02867.
-# - `labsupport/attention/flash_torch.py`: your two exercises, with windows, ALiBi and half precision.
+# - `labsupport/attention/flash_torch.py`: the lab's version of exercises 1-4 and 1-5, with more options.
 
 # %% [markdown]
 # ### How far you are

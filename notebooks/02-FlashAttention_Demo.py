@@ -877,7 +877,7 @@ own_share = checks.solution_or_reference(
 sizes_of = {"hidden": 576, "layers": 30, "intermediate": 1536, "vocab": 49_152}
 smollm2_heads = {"heads": 9, "kv_heads": 3, "head_dim": 64, "causal": True}
 shares = pd.Series({2**n: own_share(2**n, **sizes_of, **smollm2_heads) for n in range(8, 18)})
-half_at = next(n for n in range(1, 10**6, 64) if own_share(n, **sizes_of, **smollm2_heads) >= 0.5)
+half_at = next(n for n in range(1, 10**6) if own_share(n, **sizes_of, **smollm2_heads) >= 0.5)
 checks.compare_prediction("Half of the FLOPs", predicted_half, half_at, "tokens")
 plotting.plot_share(
     shares, title=f"From {half_at:,} tokens on, attention is most of the arithmetic"
@@ -992,7 +992,7 @@ figure
 
 # %% [markdown]
 # Somewhere between layers 9 and 12 the largest number jumps to ten thousand times the median, more than a third of
-# float16's limit, and stays there. Such *massive activations* are normal in pretrained Llamas (M. Sun, X. Chen, J. Z.
+# float16's limit. It stays that large until the last layers. Such *massive activations* are normal in pretrained Llamas (M. Sun, X. Chen, J. Z.
 # Kolter, Z. Liu: *Massive Activations in Large Language Models*, 2024, arXiv:2402.17762). bfloat16 has the range for
 # them, but coarser steps.
 
@@ -2300,7 +2300,7 @@ assert abs(loss.item() / final["float32"] - 1) < 0.01
 # - `use_flash_attn=True` has no effect; only a record of what ran proves something.
 # - Long texts gain time and memory in reading and training; short ones do not.
 # - In decoding, queries are the *last* tokens: align the mask at the bottom right. The KV cache is worth its memory.
-# - A decode step waits for weights and cache. Batches, graphs, fewer key/value heads and smaller dtypes help it;
+# - A decode step waits for weights and cache, and a small model also for the calls from Python. Batches, graphs, fewer key/value heads and smaller dtypes help it;
 #   FlashAttention does not.
 # - Amdahl's law: the share and the gain of a part give the gain of the whole.
 # - When you choose a dtype, range comes before precision.

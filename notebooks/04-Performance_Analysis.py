@@ -1352,7 +1352,7 @@ plotting.plot_time(
 )
 
 # %% [markdown]
-# `flash_torch` is also FlashAttention, written in PyTorch: each tile is a few kernels, launched from Python. It saves
+# `flash_torch` is also FlashAttention, written in PyTorch: each tile is a few kernels, launched from Python, so it saves
 # all the memory, but is slower than the textbook. The algorithm alone does not decide the speed.
 #
 # **Starting up.** The kernels' own time compared with that of the call from Python, 512 tokens a sequence, 16,384 in

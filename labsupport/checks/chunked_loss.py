@@ -61,7 +61,8 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 LOSS_MISTAKES = mistakes(r"""
-If every token is ignored, divide by 1: count.clamp(min=1). The loss and its gradients are 0 then.
+If every token is ignored, divide by 1: max(count, 1), or
+count.clamp(min=1) of a tensor. The loss and its gradients are 0 then.
     .clamp(min=1) ->
 exp(200) overflows float32: subtract each row's maximum first, or use torch.log_softmax.
     torch.log_softmax( -> (lambda s: ((e := s.float().exp()) / e.sum(-1, True)).log().to(s))(
@@ -70,6 +71,10 @@ It is the mean of the chunks' means. Chunks do not hold equally many tokens that
 losses, and divide once, at the end.
     * kept).sum() -> * kept).sum() / kept.sum()
     return total / count -> return total / -(-len(labels) // chunk)
+Label 0 counts, too: only -100 marks a token that does not.
+    labels != IGNORED -> labels > 0
+Label 0 counts, too: its loss is missing.
+    [:, 0] * kept -> [:, 0] * kept * (target[:, 0] > 0)
 It is divided by all tokens. Divide by those whose label is not -100.
     return total / count -> return total / len(labels)
 It is the sum; divide by the number of tokens that count.
@@ -83,12 +88,24 @@ Ignored tokens count in the sum, as if their label were 0. Their loss must be 0.
 A label of -100 was used as an index, which counts from the end. Hide these tokens first.
     [:, 0] * kept -> [:, 0]
     labels.masked_fill(~counted, 0) -> labels.where(counted, len(weight) + IGNORED)
+The sign is wrong: the loss of a token is logsumexp(z) - z_label, which is never negative.
+    total -= -> total +=
+The softmax runs over the tokens: it belongs over the vocabulary, dim=-1.
+    dim=-1) -> dim=0)
 It is minus the label's logit; the logsumexp over the vocabulary is missing.
     torch.log_softmax(hidden[part] @ weight.T, dim=-1) -> hidden[part] @ weight.T
 """)
 GRADIENT_MISTAKES = mistakes(r"""
 The incoming gradient is ignored: multiply by it. It is 3 where the loss is multiplied by 3.
     * grad_loss ->
+It is multiplied by the incoming gradient twice.
+    * grad_loss -> * grad_loss * grad_loss
+Label 0 counts, too: only -100 marks a token that does not.
+    labels != IGNORED -> labels > 0
+Tokens with label 0 get no gradient: only -100 marks a token that does not count.
+    d *= kept[:, None] -> d *= (kept & (labels[part] > 0))[:, None]
+The softmax runs over the tokens: it belongs over the vocabulary, dim=-1.
+    dim=-1) -> dim=0)
 The minus one at the label is missing: d = softmax - onehot(label).
     -torch.ones_like -> 0 * torch.ones_like
 The sign is wrong: d = softmax - onehot(label), not the other way round.
@@ -101,11 +118,15 @@ It is divided by all tokens. Divide by those whose label is not -100.
     d *= kept[:, None] / count -> d *= kept[:, None] / len(labels)
 Each chunk was divided by its own number of tokens; divide by that of all that count.
     kept[:, None] / count -> kept[:, None] / (kept.sum().clamp(min=1) * -(-len(labels) // chunk))
+Each chunk was divided by its own number of tokens that count; divide by that of the whole
+sequence.
+    kept[:, None] / count -> kept[:, None] / kept.sum().clamp(min=1)
 The last, shorter chunk is left out.
     range(0, len(labels), -> range(0, len(labels) // chunk * chunk,
 Each chunk overwrites the one before. Every token adds to the weight's gradient: +=.
     grad_weight += -> grad_weight =
-If every token is ignored, divide by 1: count.clamp(min=1). The gradients are 0 then.
+If every token is ignored, divide by 1: max(count, 1), or
+count.clamp(min=1) of a tensor. The gradients are 0 then.
     .clamp(min=1) ->
 """)
 
@@ -244,7 +265,7 @@ def _backward(loss: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
             f"backward raised {type(error).__name__}{own_line(error) or ': '}{error}\n"
             "It returns four values, as forward takes four arguments after ctx: gradients of "
             "hidden (tokens, width) and weight (vocab, width), in this order, and None for labels "
-            "and chunk."
+            "and chunk. A token that does not count keeps its row in the gradient of hidden: zeros."
         ) from error
     for name, gradient in zip(NAMES, gradients, strict=True):
         if gradient is None:
@@ -262,9 +283,10 @@ def _refuse_large(largest: LargestTensor, when: str, tokens: int, vocab: int, ch
 
 
 def _inputs(tokens: int, ignored: int, seed: int, vocab: int = 150) -> Inputs:
-    """Return inputs in float32; ignored tokens are at random places, and at the end."""
+    """Return inputs in float32; some labels are 0, and some tokens ignored (the last ones, too)."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(1, vocab, (tokens,), generator=generator)
+    labels[::4] = 0
     places = torch.randperm(tokens - 1, generator=generator)[: max(ignored - 1, 0)]
     labels[places] = IGNORED
     if ignored:

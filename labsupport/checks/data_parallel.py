@@ -41,7 +41,8 @@ def average_each(parameters: Sequence[Tensor], comm: Comm, is_last: Callable[[],
 
 
 HOOK_MISTAKES = mistakes(r"""
-The gradients are added up over the ranks, but not divided by their number.
+The gradients are added up over the ranks, but not divided by their number, or are divided before
+the wait, which overwrites the quotient.
     p.grad /= comm.world -> pass
 The sum never arrives in the gradient. `all_reduce` only starts it, in the tensor that it gets: give
 it `p.grad` itself, not a clone, and call the function that it returns, which waits.
@@ -121,7 +122,8 @@ def average_in_buckets(
 
 
 OVERLAP_MISTAKES = mistakes(r"""
-The sums are not divided by the number of ranks.
+The sums are not divided by the number of ranks, or are divided before the wait, which overwrites
+the quotient.
     part.view_as(p) / comm.world -> part.view_as(p)
 The second step averages nothing: reset the counts of missing gradients after each step.
     missing[:] = [len(bucket) for bucket in buckets] -> pass
@@ -133,8 +135,9 @@ accumulate.
     not is_last() -> False
 The all-reduce starts with the first gradient of a bucket, when the others are still incomplete.
     missing[number] == 0 -> missing[number] == len(buckets[number]) - 1
-The averages stay in the bucket. `finish` copies each part back into its parameter's gradient:
-return `finish` itself, which is called after the backward pass.
+The gradients are still this rank's own. Either no bucket is sent: count a gradient only while
+`is_last()` is true. Or the averages stay in the bucket: `finish` copies each part back into its
+parameter's gradient; return `finish` itself, which is called after the backward pass.
     p.grad.copy_(part.view_as(p) / comm.world) -> pass
 The sums are not in the bucket yet. Call what `all_reduce` returned, which waits, before you read
 the tensor that you gave it (not a clone).
@@ -221,8 +224,9 @@ def check_average_each(student: Student, seed: int = 0) -> None:
         if started != len(arguments[0]):
             raise CheckFailed(
                 f"({micro} micro-batches) a rank starts {started} all-reduces in a step, for "
-                f"{len(arguments[0])} parameters. While `is_last()` is false, gradients only "
-                "accumulate: one all-reduce for each parameter, with the last micro-batch."
+                f"{len(arguments[0])} parameters. While the call `is_last()` gives False, "
+                "gradients only accumulate: one all-reduce for each parameter, with the last "
+                "micro-batch."
             )
     passed("the gradients of all ranks are averaged, once a step", seed)
 
@@ -264,9 +268,9 @@ def check_overlap(student: Student, seed: int = 0) -> None:
     buckets = [[3], [2, 1], [0]]
     for rank, (_, log) in enumerate(_ranks(student, weights, inputs, buckets)):
         names = [name for name, _ in log]
-        if names.count("all_reduce") != len(buckets):
+        if (n := names.count("all_reduce")) != len(buckets):
             raise CheckFailed(
-                f"rank {rank} starts {names.count('all_reduce')} all-reduces in a step, for "
+                f"rank {rank} starts {n} all-reduce{'s' * (n != 1)} in a step, for "
                 f"{len(buckets)} buckets: one for each, and none before the last micro-batch."
             )
         if "wait" in names and names.index("wait") < _last(names, "gradient"):
@@ -345,7 +349,8 @@ def _averages(
     given = _ranks(student, *arguments)
     right = reference(lambda: _gradients(rehearsed(solution)(*arguments)))
     known = results(solution, table, lambda f: _gradients(rehearsed(f)(*arguments)))
-    where = f"({len(arguments[1])} ranks, {arguments[1].shape[1]} micro-batches) "
+    world, micro = arguments[1].shape[:2]
+    where = f"({world} ranks, {micro} micro-batch{'es' if micro > 1 else ''}) "
     ours = _gradients(given)
     if not _near(ours, right) and (say := explain(ours, known, _near)):
         raise CheckFailed(where + say)

@@ -50,6 +50,10 @@ float16 rounds 65,520 to infinity, so the limit itself is too large: >=, not >.
     >= 65_520 -> > 65_520
 No dtype repairs infinite entries: look at finite ones only (torch.isfinite).
     x[x.isfinite()] -> x
+No dtype repairs infinite entries, and max() of a tensor with NaN is NaN: look at finite ones only
+(torch.isfinite).
+    x[x.isfinite()] -> x
+    (finite.abs() >= 65_520).any() -> finite.abs().max() >= 65_520
 A NaN must not hide a large entry: max() of a tensor with NaN is NaN, and compares as False.
     x[x.isfinite()] -> x.masked_fill(x.isinf(), 0)
     (finite.abs() >= 65_520).any() -> finite.abs().max() >= 65_520
@@ -64,7 +68,7 @@ The sign does not matter: look at abs().
 That is always bfloat16: where all magnitudes fit, float16 has three more bits.
     return torch.float16 -> return torch.bfloat16
 The scores need not fit, since the kernel keeps them in float32: only the inputs themselves count.
-    for x in (q, k, v): -> for x in (q, k, v, q.float().flatten(1) @ k.float().flatten(1).mT):
+    for x in (q, k, v): -> for x in (q, k, v, q.float().flatten(2) @ k.float().flatten(2).mT):
 """)
 
 
@@ -96,9 +100,13 @@ def check_half_dtype_values(student: Student, seed: int = 0) -> None:
 
 def check_half_dtype_edges(student: Student, seed: int = 0) -> None:
     """Exercise 1-6: the limit itself, and entries that are infinite or NaN already."""
-    cases = [_with(seed, 1, value) for value in (65_504.0, 65_519.0, 65_520.0, -65_520.0)]
+    limits = 65_504.0, 65_519.0, 65_520.0, -65_520.0
+    cases = [_with(seed, i, value) for value in limits for i in range(2)]
     for value in (INF, -INF, NAN):
         cases += [_with(seed, 0, value), _with(seed, 0, value, 1e5)]
+    q, k, v = _with(seed, 2, 1e5)
+    cases += [(q[:, :3], k, v), (q, torch.full_like(k, NAN), v)]
+    cases.append((torch.full((1, 8, 2, 64), 40.0),) * 3)  # large scores, once more
     _judge_dtypes(student, cases)
     passed("the limit is exact, and entries that are not finite do not count", seed)
 

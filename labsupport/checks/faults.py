@@ -48,7 +48,7 @@ def accumulated_gradient(weight: Tensor, hidden: Tensor, labels: Tensor, parts: 
 
 
 ACCUMULATION_MISTAKES = mistakes(r"""
-The given program computes the same: each part has its own mean, and all parts weigh alike.
+The given program computes the same gradient: the fault is still there.
     , reduction="sum") / count -> ) / parts
 The parts' means are added up, and nothing divides them.
     , reduction="sum") / count -> )

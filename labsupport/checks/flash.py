@@ -60,25 +60,39 @@ def flash_forward(
 FORWARD_MISTAKES = mistakes(r"""
 The running maximum starts at 0: a row with scores far below 0 vanishes. Start it at -inf.
     q.new_full(q[..., rows, 0].shape, -torch.inf) -> q.new_zeros(q[..., rows, 0].shape)
+The running maximum starts at 0: in a row with scores far below 0, l is 0, and O / l is NaN. Start
+it at -inf.
+    q.new_full(q[..., rows, 0].shape, -torch.inf) -> q.new_zeros(q[..., rows, 0].shape)
+    l.masked_fill(l == 0, 1.0) -> (l.masked_fill(l == 0, 1.0) if is_causal else l)
+m is the maximum of the last block only: keep the larger of it and the old m.
+    torch.maximum(m, s.amax(dim=-1)) -> s.amax(dim=-1)
 The maximum is never subtracted, and exp overflows with large scores: P is exp(S - m_new).
     torch.exp(s - shift[..., None]), torch.exp(m - shift) -> s.exp(), torch.ones_like(m)
     m + torch.log(l) -> torch.log(l)
 The scores are not divided by sqrt(head_dim).
     1 / math.sqrt(q.shape[-1]) -> 1.0
+The scores are multiplied by sqrt(head_dim), but they must be divided by it.
+    .mT * scale -> .mT / scale
 The rescaling has the wrong sign: the old l and O shrink by exp(m - m_new). exp(m_new - m) is
 infinite while m is -inf, and infinity times 0 is NaN.
     torch.exp(m - shift) -> torch.exp(shift - m)
 Your running maximum and sum are right, but the accumulator O is not rescaled when the maximum
 rises: multiply it by exp(m - m_new) before adding the new block.
     o * alpha[..., None] -> o
-O is rescaled, but the running sum l is not: multiply it by exp(m - m_new) too.
+The running sum l is not rescaled when the maximum rises: multiply it by exp(m - m_new).
     l * alpha -> l
 Neither O nor l is rescaled when the maximum rises: multiply both by exp(m - m_new). Adding up
 block softmaxes is not a softmax.
     o * alpha[..., None] -> o
     l * alpha -> l
-m is the maximum of the last block only: keep the larger of it and the old m.
-    torch.maximum(m, s.amax(dim=-1)) -> s.amax(dim=-1)
+Each block was normalised by its own softmax before they were added up. Take exp(S - m_new), rescale
+l and O, and divide by l once, after the last block.
+    torch.exp(s - shift[..., None]) -> s.softmax(-1)
+    o * alpha[..., None] -> o
+    / l.masked_fill(l == 0, 1.0)[..., None] ->
+m, l and O go on from one block of queries to the next: each block of queries starts afresh.
+    m = q.new_full -> if not i: m = q.new_full
+    l, o = torch -> if not i: l, o = torch
 O is never divided by l.
     / l.masked_fill(l == 0, 1.0)[..., None] ->
 O is divided by l inside the loop; divide once, after the last block.
@@ -88,12 +102,26 @@ O is divided by l inside the loop, and again after it; divide once, after the la
     m = m_new -> o, m = o / l.masked_fill(l == 0, 1.0)[..., None], m_new
 m is not updated: at the end of each block, m = m_new.
     m = m_new -> pass
-Hidden scores are -1e9, not -inf: a query that sees no key then gets the average of V.
+Hidden scores are a large negative number, not -inf: a query without keys then gets the mean of V.
     - seqlen_q, -torch.inf) -> - seqlen_q, -1e9)
 Hidden scores are 0, but exp(0) is 1: set them to -inf.
     - seqlen_q, -torch.inf) -> - seqlen_q, 0.0)
+The mask comes after exp: hidden scores still raise the maximum, and the visible ones may vanish.
+Put -inf into the scores before you take their maximum.
+    s = s.masked_fill -> seen = s.masked_fill
+    torch.exp(s - shift -> torch.exp((seen if is_causal else s) - shift
 The causal mask is missing.
     if is_causal -> if False
+The mask is applied although is_causal is False.
+    if is_causal -> if True
+The causal mask is inverted: keys *after* i + seqlen_k - seqlen_q are hidden.
+    key > query -> key <= query
+Tiles are skipped too early: the last query of a block sees more keys than the first. Skip a tile
+only if the last one sees none of its keys.
+    s = q -> if is_causal and j > i + seqlen_k - seqlen_q: break\n            s = q
+Tiles are skipped as if the mask were aligned top-left: query i sees keys up to
+i + seqlen_k - seqlen_q.
+    s = q -> if is_causal and j >= i + block_q: break\n            s = q
 The causal mask is aligned top-left. For seqlen_q != seqlen_k it must be bottom-right: query i sees
 keys up to i + seqlen_k - seqlen_q.
     query + seqlen_k - seqlen_q -> query
@@ -155,6 +183,8 @@ def flash_backward(
 
 
 BACKWARD_MISTAKES = mistakes(r"""
+The causal mask is shifted the wrong way: query i sees keys up to i + seqlen_k - seqlen_q.
+    query + seqlen_k - seqlen_q -> query + seqlen_q - seqlen_k
 dq and dk are still zeros, as in step 1: add up their parts, tile by tile.
     return dq, dk, dv -> return 0 * dq, 0 * dk, dv
 The three gradients come back in another order: return dq, dk, dv.
@@ -181,6 +211,20 @@ The recomputed scores lack the scale, 1 / sqrt(head_dim).
     .mT * scale -> .mT
 P is recomputed without the causal mask.
     if is_causal -> if False
+The mask is applied although is_causal is False.
+    if is_causal -> if True
+The last, shorter block of keys is left out: loop to seqlen_k.
+    range(0, seqlen_k, block_k) -> range(0, seqlen_k // block_k * block_k, block_k)
+Hidden scores are 0, but exp(0 - lse) is not: set them to -inf.
+    - seqlen_q, -torch.inf) -> - seqlen_q, 0.0)
+Tiles are skipped too early: the last query of a block sees more keys than the first. Skip a tile
+only if the last one sees none of its keys.
+    s = q -> if is_causal and j > i + seqlen_k - seqlen_q: continue\n            s = q
+Tiles are skipped one key too early: the last query of a block sees this tile's first key.
+    s = q -> if is_causal and j >= rows.stop - 1 + seqlen_k - seqlen_q: continue\n            s = q
+Tiles are skipped as if the mask were aligned top-left: query i sees keys up to
+i + seqlen_k - seqlen_q.
+    s = q -> if is_causal and j >= i + block_q: continue\n            s = q
 The causal mask is aligned top-left; it must be bottom-right, as in the forward.
     query + seqlen_k - seqlen_q -> query
 The causal mask is the triangle of the tile itself: count queries and keys from the start of the
@@ -236,10 +280,11 @@ def check_forward_rows(student: Student, seed: int = 0) -> None:
     q, k, v = inputs
     for what, extreme in (
         ("in the thousands", (4000 * q, k, v)),
-        ("below -100", _far_below(q, k, v)),
+        ("far below zero", _far_below(q, k, v)),
     ):
         where = f"(scores {what}) "
         _judge_forward(student, extreme, False, (16, 16), ("out",), where, allowed=0.02)
+    _require_tile(student, seed)
     passed("one block of queries agrees with the textbook in float64", seed)
 
 
@@ -263,6 +308,7 @@ def check_forward_values(student: Student, seed: int = 0) -> None:
             f"a tensor of shape {largest.shape} was created, but a tile has 8 x 32 scores here "
             "(block_q 8, block_k 32): take block_q queries at a time, in an outer loop."
         )
+    _require_tile(student, seed)
     passed("all blocks of queries agree with the textbook in float64", seed)
 
 
@@ -275,10 +321,15 @@ def check_forward_lse(student: Student, seed: int = 0) -> None:
 
 def check_forward_edges(student: Student, seed: int = 0) -> None:
     """Exercise 1-4, step 3: causal masks, unequal lengths, partial blocks, empty rows."""
-    for n_q, n_k, is_causal in (*EDGES, (1, 40, True)):
-        inputs = _qkv(2, n_q=n_q, n_k=n_k, seed=seed)
-        where = f"(seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}, blocks 8 x 16) "
-        _judge_forward(student, inputs, is_causal, (8, 16), FORWARD_NAMES, where)
+    for n_q, n_k, is_causal in (*EDGES, (1, 40, True), (40, 49, True)):
+        inputs, blocks = _qkv(2, n_q=n_q, n_k=n_k, seed=seed), (16, 8) if n_k == 49 else (8, 16)
+        lengths = f"seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}"
+        where = f"({lengths}, blocks {blocks[0]} x {blocks[1]}) "
+        _judge_forward(student, inputs, is_causal, blocks, FORWARD_NAMES, where)
+    q, k, v = _qkv(2, n_q=32, n_k=32, seed=seed)
+    rising = q.abs(), 400 * torch.arange(32.0)[:, None].expand_as(k), v
+    where = "(causal; each key scores far higher than the one before) "
+    _judge_forward(student, rising, True, (8, 16), ("out",), where, allowed=0.02)
     passed("causal and partial blocks, unequal lengths and empty rows are right", seed)
 
 
@@ -311,7 +362,19 @@ def _judge_forward(
 
 
 def _far_below(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    return 100 * q.abs(), -k.abs(), v
+    return 1000 * q.abs(), -k.abs(), v
+
+
+def _require_tile(student: Student, seed: int) -> None:
+    """Raise CheckFailed unless the keys pass in blocks of block_k."""
+    q, k, v = (draw(1, n, 2, seed=seed) for n in (8, 64, 64))  # smaller than a tile
+    with LargestTensor() as largest:
+        call(student, q, k, v, False, 8, 32)
+    if largest.numel < 8 * 32:
+        raise CheckFailed(
+            f"the largest tensor created has shape {largest.shape}, but a tile of these 8 queries "
+            "has 8 x 32 scores (block_q 8, block_k 32): take block_k keys at a time, not block_q."
+        )
 
 
 # --- backward -------------------------------------------------------------------------------------
@@ -343,9 +406,11 @@ def check_backward_values(student: Student, seed: int = 0) -> None:
 
 def check_backward_edges(student: Student, seed: int = 0) -> None:
     """Exercise 1-5, step 3: causal masks, partial blocks, unequal lengths, empty rows."""
-    for n_q, n_k, is_causal in EDGES:
-        where = f"(seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}, blocks 8 x 16) "
-        _judge_backward(student, n_q, n_k, is_causal, seed, where)
+    for n_q, n_k, is_causal in (*EDGES, (20, 29, True), (29, 20, True)):
+        blocks = (16, 8) if 20 in (n_q, n_k) else (8, 16)
+        lengths = f"seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}"
+        where = f"({lengths}, blocks {blocks[0]} x {blocks[1]}) "
+        _judge_backward(student, n_q, n_k, is_causal, seed, where, blocks=blocks)
     passed("gradients are right for causal and partial blocks, unequal lengths, empty rows", seed)
 
 
@@ -375,11 +440,12 @@ def _judge_backward(
     seed: int,
     where: str = "",
     judged: Sequence[str] = (),
+    blocks: tuple[int, int] = (8, 16),
 ) -> None:
     inputs = _qkv(2, n_q=n_q, n_k=n_k, seed=seed)
     dout = draw(*inputs[0].shape, seed=seed + 7)
-    forward = reference(lambda: flash_forward(*inputs, is_causal, 8, 16))
-    arguments = (dout, *inputs, *forward, is_causal, 8, 16)
+    forward = reference(lambda: flash_forward(*inputs, is_causal, *blocks))
+    arguments = (dout, *inputs, *forward, is_causal, *blocks)
     names, known = BACKWARD_NAMES, BACKWARD_MISTAKES
     options: Any = {"judged": judged, "where": where, "factor": 3}
     judge_call(by_hand(student), flash_backward, known, arguments, names, **options)

@@ -274,7 +274,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except CheckFailed as failed:
-        said, _, shapes = str(failed).partition("\nOne number for each row")
+        said, _, shapes = str(failed).partition("\nShapes are compared")
         if "Boolean value of Tensor" in said:
             say = (
                 "`and`, or a comparison without parentheses, asks for one truth value of a whole "

@@ -133,7 +133,7 @@ You count numbers of a head, not pairs: there are head_dim / 2 of them.
 All pairs are interpolated: those with many turns must stay.
     (1 - ramp) * plain + ramp * plain / factor -> plain / factor
 All frequencies stay as they are: pairs without a full turn are divided by `factor`. If there is a
-ramp, are its ends divided by the logarithm of `base`?
+ramp: does it run over i, and not over f? Are its ends divided by the logarithm of `base`?
     (1 - ramp) * plain + ramp * plain / factor -> plain
 The periods are mixed: mix the frequencies.
     (1 - ramp) * plain + ramp * plain / factor -> 1 / ((1 - ramp) / plain + ramp * factor / plain)

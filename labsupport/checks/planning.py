@@ -73,16 +73,33 @@ Every head has its own scores: in each block too, heads * seqlen**2.
     mlp + scores -> mlp + scores / heads
 Every head has its own scores: in attention's backward too, 2 * heads * seqlen**2.
     2 * scores -> 2 * scores / heads
+The mask hides half of a stored matrix, but does not make it smaller: heads * seqlen**2.
+    heads * seqlen**2 -> heads * seqlen**2 // 2
+stores_scores is ignored: without it there are no matrices of seqlen**2.
+    if stores_scores else 0 ->
 stores_scores is ignored: the probabilities are missing.
     if stores_scores -> if False
 In attention's backward, the gradients of the probabilities and the scores are missing.
     + 2 * scores ->
+In attention's backward there are *two* more matrices for every head, the gradients of the
+probabilities and of the scores.
+    2 * scores -> scores
+In attention's backward you count a matrix too many for every head: two more, beside the stored one.
+    2 * scores -> 3 * scores
+In attention's backward both of the block's MLP tensors are gone: - 2 * seqlen * mlp_width.
+    scores - mlp -> scores - mlp / 2
 In attention's backward, the block's two MLP tensors are gone: - 2 * seqlen * mlp_width.
     scores - mlp -> scores
+You added up the moments, each with what is kept. They follow one another: take the largest.
+    (kept + max(moments.values())) -> sum(kept + one for one in moments.values())
 You added up the moments. They follow one another: take the largest.
     max( -> sum(
 The MLP's stored tensors are missing: 2 * seqlen * mlp_width in each block.
     width + mlp + scores -> width + scores
+A block keeps the MLP before *and* after GELU: 2 * seqlen * mlp_width.
+    width + mlp + scores -> width + mlp / 2 + scores
+A block keeps 8 * seqlen * width: four for the norms, four for q, k, v and attention's output.
+    8 * seqlen -> 4 * seqlen
 q, k and v are missing: 3 * seqlen * width in each block.
     8 * seqlen -> 5 * seqlen
 Every layer keeps its tensors: multiply by layers.
@@ -93,6 +110,13 @@ With checkpoint a block still stores its input, seqlen * width in each layer.
     (seqlen * width if -> (0 if
 The block being recomputed is missing: in its backward all its tensors are there again.
     again = block -> again = 0
+The input of one block, seqlen * width, is missing: that of *each* block is kept, and the block that
+is computed again has its own copy of everything.
+    again = block -> again = block - seqlen * width
+Only with checkpoint is a block computed again.
+    if checkpoint else 0 ->
+The block that is computed again is counted twice: it is there in the backward moments only.
+    (seqlen * width if -> (seqlen * width + block / layers if
 One block is recomputed at a time: add one block, not one for each layer.
     again = block -> again = layers * block
 The logits are missing: at the moment of the loss they are there.
@@ -100,6 +124,14 @@ The logits are missing: at the moment of the loss they are there.
     min(loss_chunk, seqlen) * vocab + ->
 Without loss_chunk the log-softmax meets two gradients: three tensors, not one.
     3 * seqlen * vocab -> seqlen * vocab
+With loss_chunk there is one tensor of logits, not three.
+    min(loss_chunk, seqlen) * -> 3 * min(loss_chunk, seqlen) *
+Without loss_chunk, the moment of the loss is 3 * seqlen * vocab alone, without vocab * width.
+    3 * seqlen * vocab -> 3 * seqlen * vocab + classifier
+You count the moment of the loss alone: compare it with those of the MLP and of attention.
+    max(moments.values()) -> moments["the loss"]
+At the moment of the loss in chunks the gradient of the classifier, vocab * width, is missing.
+    vocab + classifier -> vocab
 `loss_chunk` is ignored: with it, only that many tokens have logits together.
     loss_chunk is None -> True
 loss_chunk may be larger than seqlen: take min(loss_chunk, seqlen).
@@ -131,6 +163,7 @@ def check_kept_checkpoint(student: Student, seed: int = 0) -> None:
 def check_kept_loss(student: Student, seed: int = 0) -> None:
     """Exercise 3-3: the moment of the loss, with all logits or one chunk of them."""
     shapes = [{"seqlen": 4096, **GPT2_SMALL}, {"seqlen": 2048, **TINY, "vocab": 128_256}]
+    shapes.append({"seqlen": 8192, **TINY})  # where the MLP's moment is the largest
     shapes += [{**shape, "vocab": 150_000} for shape in _drawn(seed)]
     _judge(student, _cases(shapes, (False,), (False, True), (None, 512, 2047, 1_000_000)))
     passed("the moment of the loss is counted right, for all logits and for chunks", seed)

@@ -52,6 +52,12 @@ somewhere else.
     positions[:, None] -> torch.arange(len(positions))[:, None]
 cos and sin are swapped: return cos first.
     angles.cos().float(), angles.sin() -> angles.sin().float(), angles.cos()
+The angles are in degrees. cos and sin take radians: the product of position and frequency.
+    positions[:, None] * -> torch.pi / 180 * positions[:, None] *
+Positions are counted from 1: the first token's is the first value in `positions`.
+    positions[:, None] -> (positions + 1)[:, None]
+The exponent was rounded down to a whole number (by //, or an integer dtype): divide by /.
+    (-exponents / head_dim) -> -(exponents // head_dim)
 The angles were computed in bfloat16, which cannot count beyond 256. Use float32 or float64.
     positions[: -> positions.bfloat16().double()[:
 """)
@@ -215,6 +221,8 @@ def _judge_half(student: Student, positions: Tensor, seed: int) -> None:
     """Judge a bfloat16 input: computed in float32, and rounded once."""
     x = draw(2, len(positions), 2, 16, seed=seed + 3).bfloat16()
     cos, sin = _tables(positions, 16)
+    arguments, where = (x.float(), cos, sin), "(x in float32) the "
+    judge_call(student, apply_rope, TURN_MISTAKES, arguments, ("result",), where=where)
     result = tensor(call(student, x, cos, sin))
     if result.dtype != x.dtype:
         raise CheckFailed(f"x is bfloat16, the result {result.dtype}: cast it back, .to(x.dtype).")

@@ -38,6 +38,13 @@ def running_max_and_sum(scores: Tensor, block_size: int) -> tuple[Tensor, Tensor
 MISTAKES = mistakes("""
 It is the maximum of the last block alone.
     torch.maximum(m, block.amax(-1)) -> block.amax(-1)
+After a hidden block m goes on as 0, which is wrong when later scores are negative. Subtract 0 there,
+but keep m = -inf.
+    m = m_new -> m = shift
+After a hidden block the next one is compared with 0, which is wrong when its scores are negative.
+Subtract 0 while m is -inf, but go on with m = -inf.
+    m = m_new -> m = shift
+    return m, -> return m.masked_fill(l == 0, -torch.inf),
 m starts at 0, which is wrong when all scores are negative: start at -inf.
     -torch.inf, dtype -> 0.0, dtype
 The last, shorter block is left out.
@@ -50,13 +57,23 @@ Each block was summed under its own maximum, and the sums were added.
 A row that is -inf throughout keeps m = -inf and l = 0, but exp(-inf - (-inf)) is NaN: subtract 0
 while m is -inf.
     m_new.masked_fill(m_new == -torch.inf, 0.0) -> m_new
+The old maximum is subtracted from the new block: subtract the new one, m_new.
+    block - shift[..., None] -> block - m[..., None]
+The old l is dropped: add the block's sum to it, after you have rescaled it.
+    l * (m - shift).exp() + ->
+The block's sum is rescaled too: only the old l is multiplied by exp(m - m_new).
+    l * (m - shift).exp() + (block - shift[..., None]).exp().sum(-1) -> (l + (block - shift[..., None]).exp().sum(-1)) * (m - shift).exp()
+It is the log-sum-exp, m + log(l); return l itself.
+    return m, l -> return m, m + l.log()
+The two results are swapped: return m, l.
+    return m, l -> return l, m
 The rescaling has the wrong sign: the old l shrinks by exp(m - m_new). exp(m_new - m) is infinite
 while m is -inf, and infinity times 0 is NaN.
     (m - shift).exp() -> (shift - m).exp()
 The maximum is never subtracted: this is sum(exp(s)), which overflows for large scores.
     l * (m - shift).exp() -> l
     - shift[..., None] ->
-""")
+""")  # noqa: E501
 
 
 def check_running_values(student: Student, seed: int = 0) -> None:
@@ -79,6 +96,7 @@ def check_running_extremes(student: Student, seed: int = 0) -> None:
         "a first block that is hidden throughout (-inf)": torch.cat([hidden, few]),
         "a last block that is hidden throughout (-inf)": torch.cat([few, hidden]),
         "scores far below zero": -high,
+        "a hidden first block, then scores far below zero": torch.cat([hidden, -high]),
         "a row that is -inf throughout": torch.full((4,), -torch.inf),
     }.items():
         _judge(student, scores[None], 2, f"With {what}: ")

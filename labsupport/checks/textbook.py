@@ -34,6 +34,10 @@ head_dim, 64. Take the function's own: q.shape[-1].
     math.sqrt(q.shape[-1]) -> 8.0
 The softmax runs over the queries. Each query's weights over the keys must sum to 1: dim=-1.
     softmax(scores, dim=-1) -> softmax(scores, dim=-2)
+The scores are divided by the square root of seqlen_k; it must be that of head_dim, q.shape[-1].
+    math.sqrt(q.shape[-1]) -> math.sqrt(k.shape[-2])
+exp overflows with large scores: subtract each row's maximum first, or call softmax.
+    torch.softmax(scores, dim=-1) -> (scores.exp() / scores.exp().sum(-1, keepdim=True)).nan_to_num(0)
 The mask is ignored.
     if mask is not None -> if False
 The mask is inverted: True means that a query MAY look.
@@ -45,10 +49,10 @@ Hidden scores are set to 0, but exp(0) is 1: they must be -inf.
     (~mask, -torch.inf) -> (~mask, 0.0)
 A softmax over -inf alone is 0 / 0: give a query that may look nowhere the weight 0.
     weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0) -> weights
-A large negative number instead of -inf makes an empty row a uniform average over hidden keys.
+A finite number instead of -inf makes an empty row a uniform average over hidden keys.
     -torch.inf -> -1e9
     weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0) -> weights
-""")
+""")  # noqa: E501
 
 
 def score_bytes(batch: int, heads: int, seqlen: int, bytes_per_element: int) -> int:
@@ -61,6 +65,10 @@ That is one matrix; S and P exist at the same time, so count both.
     return 2 * -> return
 That is the number of entries; multiply by the bytes of each.
     * bytes_per_element ->
+The bytes of an element are an argument, bytes_per_element; you always count 2.
+    * bytes_per_element -> * 2
+The bytes of an element are an argument, bytes_per_element; you always count 4.
+    * bytes_per_element -> * 4
 Every head has its own matrices: multiply by heads.
     heads * ->
 Every sequence of the batch has its own matrices: multiply by batch.
@@ -87,7 +95,9 @@ A length is a whole number: round down (math.isqrt does).
 
 def check_textbook_values(student: Student, seed: int = 0) -> None:
     """Exercise 1-1: output and weights without a mask, with leading dimensions."""
-    _judge(student, *_qkv(2, 3, n_q=5, n_k=7, d=16, seed=seed))
+    q, k, v = _qkv(2, 3, n_q=5, n_k=7, d=16, seed=seed)
+    _judge(student, q, k, v)
+    _judge(student, 4000 * q, k, v, where="(scores in the thousands) ", allowed=0.02)
     passed("output and weights agree with the reference in float64", seed)
 
 
@@ -104,12 +114,14 @@ def check_textbook_empty_rows(student: Student, seed: int = 0) -> None:
     mask = torch.ones(4, 5, dtype=torch.bool)
     mask[1] = False
     for dtype in (torch.float32, torch.float16):
-        q, k, v = (t.to(dtype) for t in _qkv(2, n_q=4, n_k=5, d=8, seed=seed))
+        q, k, v = (t.to(dtype) for t in _qkv(2, n_q=4, n_k=5, d=16, seed=seed))
         _judge(student, q, k, v, mask, where=f"(query 1 may look nowhere, {dtype}) ")
     passed("a query without keys gives 0, in float32 and in float16", seed)
 
 
-def _judge(student: Student, *arguments: Tensor, where: str = "") -> None:
+def _judge(
+    student: Student, *arguments: Tensor, where: str = "", allowed: float | None = None
+) -> None:
     judge_call(
         student,
         textbook_attention,
@@ -118,6 +130,7 @@ def _judge(student: Student, *arguments: Tensor, where: str = "") -> None:
         ("output", "weights"),
         judged=("weights", "output"),  # with wrong weights the output is wrong, too
         where=where,
+        allowed=allowed,
         dtype=arguments[0].dtype,
     )
 

@@ -46,6 +46,7 @@ NOT_THEIRS = (
 )
 
 
+_TWO = "There may be two mistakes"
 _TRITON = str(Path(torch.__file__).parents[1] / "triton")
 
 
@@ -161,7 +162,7 @@ def results(
         for one, two in itertools.combinations(mistakes, 2) if pairs else ():
             with suppress(Exception):  # the second edit may not find its text any more
                 wrong = run(mutant(solution, one.edit + two.edit))
-                yield f"There may be two mistakes: {one.say} And: {two.say}", wrong
+                yield f"{_TWO}: {one.say} And: {two.say}", wrong
 
     return reference(computed)
 
@@ -203,9 +204,10 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     except NotImplementedError as error:
         if (line := own_line(error)) and "raise NotImplementedError" not in line:
             raise CheckFailed(_raised(function, error, args, options)) from error
-        last = traceback.extract_tb(error.__traceback__)[-1].name
+        *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+        last = frame.f_code.co_qualname.partition(".")[0]
         if callable(getattr(function, "__globals__", {}).get(last)):
-            name = last  # the given function calls one that is not written
+            name = last  # the given function calls one, or a class, that is not written
         raise CheckFailed(
             f"{name} is not written yet: replace `raise NotImplementedError`."
         ) from None
@@ -242,13 +244,16 @@ def _raised(
     given = not where or "lambda" in where  # the exercise's own call of the student's function
     if isinstance(error, TypeError) and given and "argument" in str(error):
         said += "\nKeep the names of the parameters as they are in the exercise's first line."
-    elif re.search(r"\.T\b", where):
+    elif re.search(r"\.T\b", where) and any(leaf.ndim > 2 for leaf in _leaves(args)):
         said += "\n`.T` reverses all dimensions; `.mT` swaps the last two."
     elif "must match the size of tensor b" in str(error):
         said += (
-            "\nOne number for each row needs a last dimension of 1 beside a tile (keepdim=True, or "
-            "x[..., None]); and the last block may be shorter than the others."
+            "\nShapes are compared from their last dimension. One number for each row needs a last "
+            "dimension of 1 (keepdim=True, or x[..., None]), one for each position or column a 1 "
+            "further to the left (x[:, None]). In a loop, the last block may be shorter."
         )
+        if re.search(r"\*[^()]*@", where):
+            said += " And `a * b @ c` means `(a * b) @ c`."
     names: list[str] = []
     with suppress(ValueError):  # some built-in functions have no signature
         parameters = inspect.signature(function).parameters.values()
@@ -516,17 +521,19 @@ def _location(result: Tensor, expected: Tensor, allowed: float) -> str:
     if (nan := result.isnan() & ~expected.isnan()).any():
         return (
             f"It holds {int(nan.sum())} NaN, the first at index {_first(nan)}: look for inf - inf, "
-            "0 / 0, 0 times inf, or exp of a large positive number."
+            "0 / 0, 0 times inf, exp of a large positive number, or torch.empty."
         )
     if (inf := result.isinf() & ~expected.isinf()).any():
         return f"It holds {int(inf.sum())} infinities, the first at index {_first(inf)}."
-    error = (result - expected).abs().nan_to_num(torch.inf)
-    wrong = error > allowed
+    error = (result - expected).abs().nan_to_num(torch.inf, posinf=torch.inf)
+    wrong, largest = error > allowed, error.max().item()
     first = _first(wrong)
+    ours, theirs = expected[first].item(), result[first].item()
+    digits = next((n for n in (4, 8, 12) if f"{ours:.{n}g}" != f"{theirs:.{n}g}"), 17)
+    said = f"Maximum error {largest:.2g}, allowed {allowed:.2g}." if largest < math.inf else ""
     return (
         f"{int(wrong.sum())} of {wrong.numel()} entries are wrong, the first at index {first}: "
-        f"{result[first].item():.4g} instead of {expected[first].item():.4g}. "
-        f"Maximum error {error.max().item():.2g}, allowed {allowed:.2g}."
+        f"{theirs:.{digits}g} instead of {ours:.{digits}g}. {said}".rstrip()
     )
 
 
@@ -550,7 +557,7 @@ def judge_numbers(
     """Judge the numbers that a student's function returns.
 
     A mistake that explains every case is named; one that explains the first wrong case alone is
-    named as a guess: there may be two mistakes.
+    named as a guess (two together are not: some two may add up to any number).
 
     Args:
         student, solution, mistakes: the function, the reference, and its typical edits.
@@ -590,7 +597,8 @@ def judge_numbers(
     for i, ((args, options), ours, theirs) in enumerate(zip(asked, right, given, strict=True)):
         if not same([ours], [theirs]):
             say = explain(given, known := list(known), same)
-            if not say and (here := explain([theirs], [(s, w[i : i + 1]) for s, w in known], same)):
+            one_by_one = [(s, w[i : i + 1]) for s, w in known if not s.startswith(_TWO)]
+            if not say and (here := explain([theirs], one_by_one, same)):
                 say = f"Expected {show(ours)}. Perhaps: {here}"
             say = say or f"Expected {show(ours)}."
             arguments = inspect.signature(solution).bind(*args, **options).arguments

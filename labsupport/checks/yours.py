@@ -41,7 +41,8 @@ def solution_or_reference(
         if not EXAM:
             print(f"Using the lab's implementation: {name} does not pass its checks yet.")
             return ours
-        exercise = re.search(r"Exercise (\d-\d)", checks[0].__doc__ or "")
+        said = f"{checks[0].__doc__} {inspect.getmodule(ours).__doc__}"
+        exercise = re.search(r"Exercise (\d-\d)", said)
         which = f"exercise {exercise[1]}" if exercise else "an exercise above"
         print(f"{name} does not pass its checks yet: cells that need it wait for {which}.")
         if hasattr(ours, "fn"):  # a kernel's function: left out, it would fail deep inside Triton

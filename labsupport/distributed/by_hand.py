@@ -331,6 +331,8 @@ def layer_on_rank(layer: Any, comm: Comm, weight: Tensor, inputs: Tensor, douts:
 
     y = layer.apply(x, shard, comm)
     kept = alive()
+    if y.shape != (right := douts[comm.rank].shape):
+        raise ValueError(f"y must be {tuple(right)}, by the whole weight, not {tuple(y.shape)}")
     y.backward(douts[comm.rank])
     if x.grad is None or shard.grad is None:
         raise ValueError("backward must return a gradient for x and one for the shard")

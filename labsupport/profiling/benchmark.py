@@ -123,7 +123,10 @@ def _recorded(rows: list[dict[str, Any]]) -> str:
     longest = [row for row in found if row["seqlen"] == max(r["seqlen"] for r in found)]
     if not longest:
         return ""
-    times = ", ".join(f"{row['backend']} {format_ms(row['median_ms'])} ms" for row in longest)
+    times = ", ".join(
+        f"{row['backend']}{' causal' * row['causal']} {format_ms(row['median_ms'])} ms"
+        for row in longest
+    )
     device = run.attrs["provenance"]["device"]
     return f"Recorded on one quiet core ({device}), {longest[0]['seqlen']:,} tokens: {times}."
 

@@ -72,7 +72,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
             shown[name] = shown[name].map(lambda x: "" if x != x else f"{x:.1e}")
         else:
             shown = shown.drop(columns=name, errors="ignore")
-    digits = {"median_ms": 3, "tflops": 2, "speedup": 2}
+    digits = {"median_ms": 3, "tflops": 3, "speedup": 2}
     return shown.round(digits).rename(columns=READABLE)
 
 

@@ -198,6 +198,8 @@ starts 0 all-reduces in a step
     missing[number] == 0 -> False
 """)
 SHARDS = mistakes(r"""
+ShardedLinear is not written yet
+    weight = comm.all_gather(shard) -> raise NotImplementedError
 the whole weight is still there
     return x @ weight.mT -> ctx.weight = weight\n        return x @ weight.mT
 one reduce_scatter of the whole gradient

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from labsupport import checks
-from labsupport.checks import cases, chunked_loss, fitting, flash, intensity, textbook, verdict
+from labsupport.checks import (
+    cases,
+    chunked_loss,
+    data_parallel,
+    fitting,
+    flash,
+    intensity,
+    textbook,
+    verdict,
+)
 from labsupport.checks.verdict import judge, mutant
 from tests.checks.solutions import diagnosis
 
@@ -199,3 +208,6 @@ def test_an_exam_refuses_the_labs_functions_and_names_the_exercise_that_is_await
     ours = object()
     assert checks.solution_or_reference(unsolved, ours, checks.check_textbook_values) is ours
     assert "cells that need it wait for exercise 1-1." in capsys.readouterr().out
+    ours = data_parallel.average_each  # of a module that names the exercise
+    checks.solution_or_reference(unsolved, ours, lambda own: checks.check_textbook_values(own))
+    assert "cells that need it wait for exercise 3-6." in capsys.readouterr().out

@@ -78,7 +78,7 @@ def test_a_line_that_raises_gets_a_remark():
         return s - s.amax(-1)
 
     for student, said in ((turned, "`.mT` swaps the last two"), (row_of_numbers, "keepdim=True")):
-        assert said in diagnosis(verdict.call, student, torch.ones(2, 3))
+        assert said in diagnosis(verdict.call, student, torch.ones(2, 3, 4))
 
 
 def test_a_failure_shows_lines_that_fit_and_no_traceback_in_a_notebook():

@@ -42,7 +42,10 @@ def quick_notebook(tmp_path_factory):
     imports = "import math\n\nimport torch\n\nfrom labsupport import checks"
     hints = "<details><summary>Hint {}: a</summary>".format
     hints = f"{hints(2)}{hints(3)}b</details></details>"
-    about = nbformat.v4.new_markdown_cell(f"Short. Slower is `flash_torch`. Long.{hints}")
+    left_out = "Slower is `flash_torch`. Run `capstone/data_parallel.py`."
+    about = nbformat.v4.new_markdown_cell(
+        f"Short (`python -m benchmarks\ntasks`). {left_out} Long.{hints}"
+    )
     notebook.cells = [about, nbformat.v4.new_code_cell(imports), *own]
     folder = tmp_path_factory.mktemp("solved")
     nbformat.write(notebook, folder / NOTEBOOKS[0].name)
@@ -381,6 +384,8 @@ def test_what_is_emptied_keeps_names_and_needed_functions_and_loses_the_rest():
     assert "MISTAKES = ()" in text
     assert "return 'square'" in text
     assert "@stored\ndef check_square" in text
+    assert "waits_for('1-1', 'square')" in text
+    assert "waits_for('1-1', 'Squares')" in text
 
 
 def test_each_line_of_the_table_of_answers_names_what_is_there():
