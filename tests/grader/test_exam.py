@@ -25,6 +25,7 @@ from labsupport.checks.verdict import CheckFailed, mutant
 from labsupport.cli import app
 from labsupport.course.editions import ReleaseError, student_edition
 from labsupport.paths import notebooks_dir
+from labsupport.training import DecoderConfig, MemoryOptions, plan_memory
 
 NOTEBOOKS = sorted(notebooks_dir().glob("*.ipynb"))
 GIVEN_OUT = {
@@ -466,6 +467,15 @@ def stand_ins(notebook):
         if plain and not ours.startswith("labs_chunks"):  # a function of the page, below
             for check in plain:
                 yield f"{ours} | {check}", f"{check}(lambda *a, **o: ({ours})(*a, **o))"
+
+
+def test_the_peaks_that_an_exam_knows_are_those_of_the_plan():
+    text = Path(exam.__file__).with_name("stand_ins.py").read_text(encoding="utf-8")
+    known = ast.literal_eval(re.search(r"^PEAKS = (.*)$", text, re.MULTILINE)[1])
+    for (vocabulary, seqlen), peak in known.items():
+        config = DecoderConfig.preset("tiny", vocab_size=vocabulary)
+        savings = MemoryOptions(attention="standard")
+        assert plan_memory(config, seqlen=seqlen, savings=savings).peak_bytes == peak
 
 
 def test_stand_ins_are_found():
