@@ -114,6 +114,7 @@ def check_fp8_tensor(student: Student, seed: int = 0) -> None:
     _judge_fp8(student, _roundable(2, 24, 8, seed=seed, block=None), None)
     x = _roundable(12, 16, seed=seed + 1, block=None)
     _judge_fp8(student, -1e3 * x, None)
+    _judge_fp8(student, torch.zeros(2, 8, 4), None)
     passed("e4m3 with one scale: every number within half a step", seed)
 
 
@@ -124,6 +125,7 @@ def check_fp8_blocks(student: Student, seed: int = 0) -> None:
     x = _roundable(2, 24, 8, seed=seed + 1, block=8)
     x[1, 8:16] = 0  # padding
     _judge_fp8(student, x, 8)
+    _judge_fp8(student, _roundable(2, 2, 24, 8, seed=seed, block=8), 8)
     passed("blocks of rows with a scale of their own, zeros included", seed)
 
 
@@ -131,6 +133,8 @@ def check_hadamard(student: Student, seed: int = 0) -> None:
     """Exercise 1-7, step 2: the orthogonal Hadamard matrix of 1, 2, 4, ... rows."""
     for n in (2, 16, 64, 1):
         judge_call(student, hadamard, HADAMARD_MISTAKES, (n,), ("H",), where=f"(n = {n}) ")
+    if (dtype := tensor(call(student, 4)).dtype) != torch.float32:
+        raise CheckFailed(f"H must be float32; it is {dtype}.")
     passed("Hadamard's matrix: entries of one size, rows of length 1", seed)
 
 

@@ -98,8 +98,7 @@ A row without a key is 0 / 0 with -inf: its weights must become 0.
 A visible score is NaN: 0 times -inf is NaN. Put -inf in its place by masked_fill or torch.where.
     scores.masked_fill(~seen, -torch.inf) -> (scores + ~seen * -torch.inf)
     .nan_to_num() ->
-0 times -inf is NaN, so each row has a NaN, and all weights become 0: use masked_fill or
-torch.where.
+All weights are 0. (With -inf: 0 times -inf is NaN. Use masked_fill or torch.where.)
     scores.masked_fill(~seen, -torch.inf) -> (scores + ~seen * -torch.inf)
 The mask is transposed: tokens see what comes after them.
     position[:, None] - position >= -> position - position[:, None] >=
