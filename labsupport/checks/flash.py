@@ -279,6 +279,7 @@ def check_forward_rows(student: Student, seed: int = 0) -> None:
         _judge_forward(student, inputs, False, (16, block_k), ("out",), where)
     q, k, v = inputs
     for what, extreme in (
+        ("that fall from key to key", _steps(q, k, v, -400)),
         ("in the thousands", (4000 * q, k, v)),
         ("far below zero", _far_below(q, k, v)),
     ):
@@ -326,9 +327,8 @@ def check_forward_edges(student: Student, seed: int = 0) -> None:
         lengths = f"seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}"
         where = f"({lengths}, blocks {blocks[0]} x {blocks[1]}) "
         _judge_forward(student, inputs, is_causal, blocks, FORWARD_NAMES, where)
-    q, k, v = _qkv(2, n_q=32, n_k=32, seed=seed)
-    rising = q.abs(), 400 * torch.arange(32.0)[:, None].expand_as(k), v
-    where = "(causal; each key scores far higher than the one before) "
+    rising = _steps(*_qkv(2, n_q=32, n_k=32, seed=seed), 400)
+    where = "(causal, scores that rise from key to key) "
     _judge_forward(student, rising, True, (8, 16), ("out",), where, allowed=0.02)
     passed("causal and partial blocks, unequal lengths and empty rows are right", seed)
 
@@ -365,6 +365,10 @@ def _far_below(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     return 1000 * q.abs(), -k.abs(), v
 
 
+def _steps(q: Tensor, k: Tensor, v: Tensor, step: float) -> Inputs:
+    return q.abs(), step * torch.arange(float(k.shape[-2]))[:, None].expand_as(k), v
+
+
 def _require_tile(student: Student, seed: int) -> None:
     """Raise CheckFailed unless the keys pass in blocks of block_k."""
     q, k, v = (draw(1, n, 2, seed=seed) for n in (8, 64, 64))  # smaller than a tile
@@ -372,8 +376,8 @@ def _require_tile(student: Student, seed: int) -> None:
         call(student, q, k, v, False, 8, 32)
     if largest.numel < 8 * 32:
         raise CheckFailed(
-            f"the largest tensor created has shape {largest.shape}, but a tile of these 8 queries "
-            "has 8 x 32 scores (block_q 8, block_k 32): take block_k keys at a time, not block_q."
+            "a tile of these 8 queries has 8 x 32 scores (block_q 8, block_k 32), but no tensor as "
+            "large as that was created: take block_k keys at a time, not block_q."
         )
 
 

@@ -57,8 +57,6 @@ Each block was summed under its own maximum, and the sums were added.
 A row that is -inf throughout keeps m = -inf and l = 0, but exp(-inf - (-inf)) is NaN: subtract 0
 while m is -inf.
     m_new.masked_fill(m_new == -torch.inf, 0.0) -> m_new
-The old maximum is subtracted from the new block: subtract the new one, m_new.
-    block - shift[..., None] -> block - m[..., None]
 The old l is dropped: add the block's sum to it, after you have rescaled it.
     l * (m - shift).exp() + ->
 The block's sum is rescaled too: only the old l is multiplied by exp(m - m_new).
@@ -70,9 +68,11 @@ The two results are swapped: return m, l.
 The rescaling has the wrong sign: the old l shrinks by exp(m - m_new). exp(m_new - m) is infinite
 while m is -inf, and infinity times 0 is NaN.
     (m - shift).exp() -> (shift - m).exp()
-The maximum is never subtracted: this is sum(exp(s)), which overflows for large scores.
+m_new is not subtracted from the scores of a block, so exp overflows for large scores.
     l * (m - shift).exp() -> l
     - shift[..., None] ->
+The old maximum is subtracted from the new block: subtract the new one, m_new.
+    block - shift[..., None] -> block - m[..., None]
 """)  # noqa: E501
 
 

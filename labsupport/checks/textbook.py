@@ -34,8 +34,8 @@ head_dim, 64. Take the function's own: q.shape[-1].
     math.sqrt(q.shape[-1]) -> 8.0
 The softmax runs over the queries. Each query's weights over the keys must sum to 1: dim=-1.
     softmax(scores, dim=-1) -> softmax(scores, dim=-2)
-The scores are divided by the square root of seqlen_k; it must be that of head_dim, q.shape[-1].
-    math.sqrt(q.shape[-1]) -> math.sqrt(k.shape[-2])
+The scores are divided by the square root of a length; it must be that of head_dim, q.shape[-1].
+    math.sqrt(q.shape[-1]) -> math.sqrt(q.shape[-2])
 exp overflows with large scores: subtract each row's maximum first, or call softmax.
     torch.softmax(scores, dim=-1) -> (scores.exp() / scores.exp().sum(-1, keepdim=True)).nan_to_num(0)
 The mask is ignored.
