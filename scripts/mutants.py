@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -147,6 +147,39 @@ def cover(tests: list[str], workers: int) -> None:
     subprocess.run(combine, cwd=ROOT, check=True)
 
 
+class Covered:
+    """A function that measures itself for a test, on a rank: those serve many tests."""
+
+    def __init__(self, function: Callable[..., Any], test: str) -> None:
+        self.function, self.test = function, test
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call it, and save which lines ran."""
+        import coverage
+
+        measured = coverage.Coverage(config_file=str(STORE / "coveragerc"), context=self.test)
+        with measured.collect():
+            answer = self.function(*args, **options)
+        measured.save()
+        return answer
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Iterator[None]:
+    """Have the tests' pools of ranks measure their tasks, too."""
+    yield
+    if fixturedef.argname == "pool":
+        from tests.distributed.workers import Workers
+
+        plain = Workers.run
+
+        def run(pool: Workers, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            test = os.environ["PYTEST_CURRENT_TEST"]
+            return plain(pool, Covered(function, test), *args, **options)
+
+        Workers.run = run
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Count lines and CPU seconds for this test (this file is a plugin of `cover`)."""
@@ -154,9 +187,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
     if (current := coverage.Coverage.current()) is not None:
         current.switch_context(item.nodeid)
-    before = sum(os.times()[:4])
+    before, failed = sum(os.times()[:4]), item.session.testsfailed
     yield
-    if "COVERED" in os.environ:
+    if "COVERED" in os.environ and item.session.testsfailed == failed:  # else it can judge nothing
         with (STORE / f"seconds-{os.getpid()}.jsonl").open("a") as out:
             out.write(json.dumps([item.nodeid, sum(os.times()[:4]) - before]) + "\n")
 
@@ -190,7 +223,8 @@ def judge(mutant: Mutant, tests: list[str], place: Path) -> dict[str, Any]:
     path.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.end :])
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
     command = ["timeout", "-k", "5", str(SECONDS), sys.executable, "-m", "pytest", "-x", "-q"]
-    command += ["-p", "no:cacheprovider", *tests]
+    (chosen := place / "chosen-tests").write_text("\n".join(tests))  # too many for a command line
+    command += ["-p", "no:cacheprovider", f"@{chosen}"]
     result = "not run"
     if tests:
         done = subprocess.run(command, cwd=place, env=os.environ | own, capture_output=True)

@@ -170,3 +170,4 @@ def test_rows_that_make_no_heads_are_refused():
         permute_rotary_rows(normal(8, 4), 3, to_interleaved=True)
     with pytest.raises(AttentionInputError, match="at least 4"):
         scaled_base(10_000, 2, 4)
+    assert scaled_base(10_000, 4, 4) == 160_000
