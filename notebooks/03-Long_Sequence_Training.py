@@ -1597,7 +1597,7 @@ print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep="
 predicted_efficiency = None  # your guess, a number between 0 and 1
 
 # %%
-ring = load_run("ring-h200").query("kv_heads == 8 and direction == 'forward+backward'")
+ring = load_run("ring-four-h200").query("kv_heads == 8 and direction == 'forward+backward'")
 bound = 4 / (2 * 4 - 1)  # an even share is W / 2 blocks of time, contiguous shards take W - 1/2
 checks.compare_prediction("Contiguous shards, at best", predicted_efficiency, bound)
 ring["who"] = ring.implementation + ", " + ring.layout
@@ -1607,7 +1607,7 @@ plotting.plot_scaling(
     column="efficiency",
     series="who",
     panel="shard",
-    title="On 4 GPUs the lab's zigzag ring keeps 84 to 96% of the ideal, contiguous shards half",
+    title="On 4 GPUs the lab's zigzag ring keeps 87 to 97% of the ideal, contiguous shards 56 to 59%",
     ylabel="efficiency (1: as fast as one device alone)",
     references=[
         plotting.Reference("nobody waits", 1.0),
@@ -1621,10 +1621,9 @@ plotting.plot_scaling(
 # %% [markdown]
 # This was recorded on four H200s connected by NVLink (`labsupport ring bench`), with several kernels for the blocks.
 # Zigzag is far better than contiguous shards, and longer shards lose less. PyTorch's `context_parallel` gathers all
-# keys first, so it hides no message. In this recording the lab's zigzag ring lost time to messages, because NCCL took
-# multiprocessors and memory bandwidth from the computation. Today the GPUs' *copy engines* (hardware that only copies
-# memory) carry the messages of the lab's ring. On two H200s, messages then add 3 to 7% to the time of this ring with
-# cuDNN's kernel ([chapter 11](../theory/11-several-devices.md#when-a-hop-hides)).
+# keys first, so it hides no message. The lab's ring hides them: the GPUs' *copy engines* (hardware that only copies
+# memory) carry them during the computation. Messages then add 1 to 9% to the time ([chapter
+# 11](../theory/11-several-devices.md#when-a-hop-hides)).
 #
 # For data parallelism, efficiency 1 means that $W$ devices are $W$ times as fast as one. On the same GPUs DDP reaches
 # 94 to 97%, and FSDP 84 to 91%. Under FSDP each rank stores only a $W$-th of the state ([chapter

@@ -24,7 +24,7 @@ REFUSED = {
     "ring check --heads 5": "--heads must be a multiple of --kv-heads",
     "ring bench --layouts stripes": "there are contiguous, zigzag",
     "ring bench --save no/name": "no name for a run",
-    "ring bench --save ring-h200": "there is a run ring-h200",
+    "ring bench --save ring-two-h200": "there is a run ring-two-h200",
     f"{TRAIN} --preset huge": "no preset 'huge'",
     f"{TRAIN} --family bert": "unknown family 'bert'",
     f"{TRAIN} --data novels": "unknown data 'novels': give one of topics, ",

@@ -137,18 +137,18 @@ def test_under_fsdp_the_first_gather_and_the_last_reduction_are_exposed():
 # --- beside a run ---------------------------------------------------------------------------------
 
 
-def test_rings_that_were_measured_come_near_to_their_prediction_and_are_not_faster():
+def test_rings_that_were_measured_come_near_to_their_prediction():
     """Four and two H200, and the memory's rate from data/hardware.csv."""
-    table = load_run("ring-h200")
+    table = load_run("ring-four-h200")
     (rate,) = (spec.bandwidth_gb_s for spec in read_specs() if spec.name == "H200")
     # Neither are compared: what failed, and one device alone.
     table = pd.concat([table, table.assign(status="failed"), table.assign(world=1)])
     beside = check_against(table, memory_gb_s=rate)
     # PyTorch's context parallelism gathers all keys: it is no ring.
-    assert set(beside.implementation) == {"cudnn", "native", "flash_triton"}
+    assert set(beside.implementation) == {"cudnn", "native", "flash_gluon"}
     assert len(beside) == 32
-    assert beside.ratio.between(1.0, 1.6).all()
-    assert beside.ratio.median() < 1.07
+    assert beside.ratio.between(0.94, 1.4).all()
+    assert beside.ratio.median() < 1.04
     two = check_against(load_run("ring-two-h200"), memory_gb_s=rate)  # by copy engines, too
     assert len(two) == 24
     assert two.ratio.between(0.95, 1.1).all()
