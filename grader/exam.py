@@ -99,7 +99,7 @@ class _Emptied(ast.NodeTransformer):
             name = ".".join([self.module, *self.inside, node.name])
             says = f"left_out({name!r}, {self.answer.exercise!r})"
             if self.module.startswith("checks."):  # pages call the student's in its place
-                says = f"waits_for({self.answer.exercise!r}, {[*self.inside, node.name][0]!r})"
+                says = f"waits_for({self.answer.exercise!r})"
             node.body = [ast.parse(says).body[0]]
             kept = [d for d in node.decorator_list if _called(d) in _KEPT_DECORATORS]
             node.decorator_list = kept

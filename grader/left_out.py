@@ -27,10 +27,10 @@ def left_out(name: str, exercise: str) -> NoReturn:
     raise LeftOutError(f"{name} is {NOT_HERE}: it answers {which} {exercise}.")
 
 
-def waits_for(exercise: str, name: str) -> NoReturn:
-    """Raise LeftOutError, which says which exercise a cell waits for."""
+def waits_for(exercise: str, name: str = "solution") -> NoReturn:
+    """Raise LeftOutError, which says which exercise, and whose function, a cell waits for."""
     raise LeftOutError(
-        f"{WAITS} exercise {exercise}: it needs your {name}, which must pass its check."
+        f"{WAITS} exercise {exercise}: it needs your {name}, which must pass its checks."
     )
 
 

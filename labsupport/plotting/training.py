@@ -171,7 +171,7 @@ def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Char
     panels[0].set_ylabel("loss\n(nats a token)")
     panels[1].set_ylabel("gradient norm")
     panels[1].set_yscale("log")
-    panels[-1].set_ylabel("distance of the loss\nfrom the first run's")
+    panels[-1].set_ylabel("distance of the loss\nfrom the first run's\n(no dot: equal)")
     panels[-1].set_yscale("log")
     panels[-1].set_xlabel("step")
     for axes in panels:

@@ -314,8 +314,8 @@ def _diverged(
     bfloat16 = ", or bfloat16, which does not overflow" if float16 else ""
     return TrainingDivergedError(
         f"step {step}, {place} of {len(losses)} (from 0): {what}. The step was not taken. To find "
-        "the layer: `with PrecisionTracker(model) as tracker: model(**labsupport.training.tensors("
-        f"batches({step})[{bad or 0}]))`, then print(tracker.report()). If inputs and layers are "
+        "the layer, call the model on this batch inside `with PrecisionTracker(model) as tracker:` "
+        "(labsupport.precision), then print(tracker.report()). If inputs and layers are "
         f"sound: a lower learning_rate, more warmup_steps{bfloat16}.",
         step,
         bad,

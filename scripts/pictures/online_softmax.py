@@ -97,7 +97,7 @@ def merges(panels):
         axes.axis("off")
     return (
         "Any order of merging ends in the same (m, ℓ)",
-        "The row of the worked example in four blocks. A box holds the state of all scores below "
+        "Chapter 2's row of scores, in four blocks. A box holds the state of all scores below "
         "it; two lines that meet are one merge.",
     )
 

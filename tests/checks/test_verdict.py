@@ -115,6 +115,8 @@ def test_predictions_are_compared_with_measurements(capsys):
     for share, said in ((-1.04, "-1.04 was measured, which is impossible"), (0.4, "(exact)")):
         checks.compare_prediction("Share", 0.4, share, possible=(0, 1))
         assert said in capsys.readouterr().out
+    checks.compare_prediction("Share", "40%", 0.4, possible=(0, 1))
+    assert "it is 0.4 (it lies between 0 and 1)" in capsys.readouterr().out
 
 
 # --- the references -------------------------------------------------------------------------------
