@@ -385,8 +385,7 @@ def test_what_is_emptied_keeps_names_and_needed_functions_and_loses_the_rest():
     assert "MISTAKES = ()" in text
     assert "return 'square'" in text
     assert "@stored\ndef check_square" in text
-    assert "waits_for('1-1', 'square')" in text
-    assert "waits_for('1-1', 'Squares')" in text
+    assert text.count("waits_for('1-1')") == 2
 
 
 def test_each_line_of_the_table_of_answers_names_what_is_there():
