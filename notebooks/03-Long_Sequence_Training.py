@@ -88,8 +88,7 @@ by_window.drop(columns="seen").round(2)
 # %% [markdown]
 # The NLL hardly changes until the window reaches the first occurrence; then the model *copies* it. What happens without
 # a planted repetition? The next cell shows the same model in three real files, on the 64 tokens after position 4,096,
-# from a recorded run (`python -m benchmarks tasks`, in the lab's repository). One of the files contains a repetition. Can you tell which, and
-# how far back?
+# from a recorded run. One of the files contains a repetition. Can you tell which, and how far back?
 
 # %%
 context = load_run("context-cpu")
@@ -858,7 +857,7 @@ history.frame()[["step", "loss", "grad_norm", "tokens_per_s"]].round(3)
 # 2. Do the first losses agree?
 # 3. Later on, do the curves differ by more than those of two seeds?
 #
-# A recorded run of 200 steps of 2,048 bytes answers them (`python -m benchmarks agreement`).
+# A recorded run of 200 steps of 2,048 bytes answers them.
 
 # %%
 courses = load_run("agreement-cpu")
@@ -930,7 +929,7 @@ print(f"resumed with steps {taken}; the same to the last bit: {resumed == losses
 # ## 3.9 · What long contexts are good for
 #
 # *Further (optional).* Attention can look things up. `recall` is a decoder of 0.25 million weights, trained to find
-# facts again in long dialogues and in lists of records (`python -m benchmarks.recall`). The texts are random, so no
+# facts again in long dialogues and in lists of records. The texts are random, so no
 # model knows the answers in advance. Here is the end of one text, beginning with a fact, and a question about this
 # fact:
 
@@ -979,7 +978,7 @@ plotting.plot_by_window(
 # longer than most of its training texts, the model finds far fewer facts, although all are visible. So a model does
 # not *use* everything that *fits* into its context.
 #
-# Larger tasks were recorded with SmolLM2 (`python -m benchmarks tasks`). Here are two: questions about facts in a
+# Larger tasks were recorded with SmolLM2. Here are two: questions about facts in a
 # long document, and the names of the functions that a whole source file calls. For each window, the table shows the
 # share of right answers, and what a plain text search finds without a model:
 
@@ -2445,8 +2444,8 @@ plotting.plot_by_window(
 # bytes, and in their last 1,024 bytes NTK-aware scaling beats YaRN. (`factor` is set before the first table of this
 # section; run that cell and those after it again.)
 #
-# SmolLM2 is larger. It has 32 pairs, and was trained on up to 8,192 tokens. In a recorded run it reads 16,384 tokens of Python's
-# source (`python -m benchmarks long_positions`, in the lab's repository):
+# SmolLM2 is larger. It has 32 pairs, and was trained on up to 8,192 tokens. In a recorded run it reads 16,384 tokens of
+# Python's source:
 
 # %%
 longer = load_run("long-positions-cpu")

@@ -739,7 +739,7 @@ checks.compare_prediction("Twice the length", predicted_growth, growth, "times")
 #
 # $M$ is the memory of *one* multiprocessor. On a GPU most of the data that enters it comes from the L2 cache (60 MiB on
 # an H200), not from HBM. NVIDIA's Nsight Compute counts bytes at the three borders of the drawing, here for three
-# shapes and three kernels each (`python -m benchmarks traffic --three`, recorded). **Predict first**: at border 1, to
+# shapes and three kernels each (a recorded run). **Predict first**: at border 1, to
 # the multiprocessors, by how many percent does the count of the tiles' bytes differ from the hardware's?
 
 # %%
@@ -823,7 +823,7 @@ print(pd.concat([tuned.head(4), tuned.tail(3)]).round(3).to_string(index=False))
 
 # %% [markdown]
 # These are the fastest four and the slowest three of 27 tilings of one algorithm: the lab's plain Triton kernel on an
-# H200 (`python -m benchmarks tune`). *warps* are groups of 32 threads of a program; *stages* is the number of blocks of
+# H200. *warps* are groups of 32 threads of a program; *stages* is the number of blocks of
 # K and V that are loaded ahead.
 #
 # ## 4.4 · The kernel
@@ -1209,8 +1209,8 @@ else:
 # A correct kernel is not yet a fast one. Speed depends on:
 #
 # - *tiles*, warps and stages: a factor of 1.8 between the best and the worst, above;
-# - *resources*: `python -m benchmarks resources --capability 90 --head-dim 64 --kernel forward` compiles for a
-#   GPU that you don't need to have. In bfloat16 it reports: 110 registers a thread, 64 KiB of shared memory, nothing spilled, 2 programs on a
+# - *resources*: in the lab's repository, `python -m benchmarks resources --capability 90 --head-dim 64 --kernel forward`
+#   compiles for a GPU that you don't need to have. In bfloat16 it reports: 110 registers a thread, 64 KiB of shared memory, nothing spilled, 2 programs on a
 #   multiprocessor;
 # - *overlap*: while tensor cores multiply, the exponentials of another tile should be computed, and the next blocks fetched. The
 #   profiler found this lab's forward waiting: its *tensor pipe*, the tensor cores' queue, was active 57% of the time.
@@ -2249,8 +2249,7 @@ plotting.plot_rescalings(
 #
 # *Further (optional), 15 minutes.* Before you change a slow program, ask two questions. Does the GPU wait for the
 # program? Then a faster kernel is of no use. If not, what do the warps of the kernel wait for? A *trace* of PyTorch's
-# profiler answers the first question, a report of Nsight Compute the second. Both were recorded on an H100 with
-# `python -m benchmarks trace`, the report with `--ncu`.
+# profiler answers the first question, a report of Nsight Compute the second. Both were recorded on an H100.
 #
 # Python launches one kernel after the other, and each launch takes the CPU some microseconds. If a kernel ends
 # before the next one is launched, the GPU waits: this is a *launch gap*. Kernels on different *streams* may run at
