@@ -465,7 +465,7 @@ checks.check_loss_memory(ChunkedLoss)
 
 
 # %%
-def whole(hidden, weight, labels):
+def all_logits(hidden, weight, labels):
     return torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
 
 
@@ -481,7 +481,7 @@ own_loss = checks.solution_or_reference(
 )
 in_chunks = getattr(own_loss, "apply", own_loss)
 losses_of = {
-    "all logits": whole,
+    "all logits": all_logits,
     "yours, 64 tokens at a time": lambda h, w, y: in_chunks(h, w, y, 64),
 }
 
@@ -1119,11 +1119,11 @@ print(f"rank {owner}: {'right' if predicted_owner == owner else 'see row 1 of th
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(1)
 q, k, v = (torch.randn(n, 32, generator=generator) for n in (8, 64, 64))
-exact = torch.softmax(q @ k.T / 32**0.5, dim=-1) @ v
+at_once = torch.softmax(q @ k.T / 32**0.5, dim=-1) @ v
 few, many = (
     torch.softmax(q @ k[keys].T / 32**0.5, dim=-1) @ v[keys] for keys in (slice(16), slice(16, 64))
 )
-error = ((few + many) / 2 - exact).norm() / exact.norm()
+error = ((few + many) / 2 - at_once).norm() / at_once.norm()
 print(f"the plain average is off by {error:.0%}")
 
 
@@ -1521,7 +1521,7 @@ plotting.plot_timeline(
 # %% [markdown]
 # By the count, contiguous shards take $1.5$ blocks of time and zigzag shards $1$. Your measured ratio may be smaller:
 # with contiguous shards, rank 0 is idle while rank 1 computes its second block, and rank 1 can be faster when it has
-# the CPU to itself.
+# the CPU to itself. If it is below 1, another program used the cores: run the cells again from "Real processes" on.
 #
 # A message to the next rank is a *hop*. A rank starts to send and receive before it computes its first block, and
 # waits for the message only after that block. By then the message has arrived, and the next block starts without a gap
@@ -1579,7 +1579,7 @@ ranks = launch(demos.train_on_ranks, processes=2, device="cpu")
 trained = pd.DataFrame(ranks[0] + ranks[1])
 held = trained.groupby("case", sort=False)[["parameters", "gradients", "optimizer"]].max()
 share = held.loc["FSDP"].sum() / held.loc["DDP"].sum()
-checks.compare_prediction("Share stored under FSDP", predicted_held, share)
+checks.compare_prediction("Share stored under FSDP", predicted_held, share, possible=(0, 1))
 (held / 2**20).assign(all=held.sum(axis=1) / 2**20).round(1)
 
 # %%
@@ -1591,7 +1591,7 @@ print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep="
 # %% [markdown]
 # DDP with `no_sync`, DDP without it and FSDP have the same loss, so they compute the same steps. Without `no_sync`,
 # DDP reduces four times as many bytes and gains nothing. (One all-reduce is enough, because the 3 MiB of gradients fit
-# into one *bucket* of 25 MiB (the first has 1 MiB). DDP sends a larger model's buckets one by one, each as soon as it is full, while the
+# into one *bucket* of 25 MiB. DDP sends a larger model's buckets one by one, each as soon as it is full, while the
 # backward pass continues.)
 #
 # FSDP pays with traffic: it gathers the parameters before the forward pass and again before the backward pass, and
@@ -1644,8 +1644,8 @@ plotting.plot_scaling(
 # memory) carry them during the computation. Messages then add 1 to 9% to the time ([chapter
 # 11](../theory/11-several-devices.md#when-a-hop-hides)).
 #
-# For data parallelism, efficiency 1 means that $W$ devices are $W$ times as fast as one. On the same GPUs DDP reaches
-# 94 to 97%, and FSDP 84 to 91%. Under FSDP each rank stores only a $W$-th of the state ([chapter
+# For data parallelism, efficiency 1 means that $W$ devices are $W$ times as fast as one. With one micro-batch a step,
+# DDP reaches 94 to 97% on the same GPUs, and FSDP 84 to 91%. Under FSDP each rank stores only a $W$-th of the state ([chapter
 # 11](../theory/11-several-devices.md#fsdp-the-state-is-shared-too)).
 
 # %% [markdown]

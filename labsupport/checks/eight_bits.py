@@ -45,6 +45,11 @@ Each row has its own scale: `block` rows share one.
     (-2, -1) -> (-1,)
 Each column of a block has its own scale: the block's rows and columns share one.
     (-2, -1) -> (-2,)
+The blocks are of columns: split the rows, dim=-2.
+    x.split(block or x.shape[-2], dim=-2) -> x.split(block or x.shape[-1], dim=-1)
+    torch.cat(rounded, dim=-2) -> torch.cat(rounded, dim=-1)
+The last block, which is shorter, is as it was: round it, too.
+    return torch.cat -> if part.shape[-2] < (block or 1): rounded[-1] = part\\n    return torch.cat
 All heads share the scales: each head's block has its own.
     if block is None else (-2, -1) ->
 Without `block` there is one scale for the whole tensor, not one for each head.

@@ -45,6 +45,10 @@ Row gap - 1 is among them: its nearest allowed key would stand before the beginn
 Try it with another gap: their number depends on it.
     min(gap, seqlen) -> 1
     1 -> min(1, seqlen)
+The last row counts, too: it sees the last token, which is not in its past.
+    min(gap, seqlen) -> min(gap, seqlen - 1)
+The last token does change rows before it: compare the outputs row by row, and count.
+    min(gap, seqlen) -> 0
 There are not more rows than tokens: try a gap larger than seqlen.
     min(gap, seqlen) -> gap
 These are the rows that are right.
@@ -111,6 +115,19 @@ A row without a key sees itself instead. It sees nothing: its output is 0.
     scores = x -> seen |= torch.eye(len(x)).bool() & ~seen.any(-1, True)\\n    scores = x
 A row without a key sees the first token instead. It sees nothing: its output is 0.
     scores = x -> seen |= ~seen.any(-1, True) & (position == 0)\\n    scores = x
+The mask is inverted: it hides what a token may see, and shows the rest.
+    masked_fill(~seen -> masked_fill(seen
+A token sees one key too many: the nearest is `gap` before it.
+    >= gap -> >= gap - 1
+The gap is ignored: the nearest key is `gap` before a token.
+    >= gap -> >= 0
+The scores are not divided by sqrt(head_dim), as they were in the program.
+    x @ x.mT / x.shape[-1] ** 0.5 -> x @ x.mT
+Row `gap` has one key, token 0: only the rows before it are 0.
+    weights.nan_to_num() -> (weights.nan_to_num() * (position > gap)[:, None])
+Scores below -10,000 or above 10,000 defeat a mask of -10,000: use -inf.
+    scores.masked_fill(~seen, -torch.inf) -> (scores + ~seen * -10_000.0)
+    weights.nan_to_num() -> (weights * seen.any(-1, True))
 A token `gap` before is near enough to be seen: the comparison was right.
     >= gap -> > gap
 The rows without a key are missing: their output is 0.
@@ -136,8 +153,8 @@ def check_leak_cause(student: Student) -> None:
 
 def check_recall(student: Student, seed: int = 0) -> None:
     """Exercise 1-8: the program after the repair."""
-    for seqlen, gap in ((12, 4), (9, 1 + seed % 4), (7, 0), (5, 8)):
-        x = draw(seqlen, 16, seed=seed + gap)
-        where = f"(seqlen {seqlen}, gap {gap}) "
+    for seqlen, gap, size in ((12, 4, 1), (9, 1 + seed % 4, 1), (7, 0, 1), (5, 8, 1), (12, 4, 100)):
+        x = size * draw(seqlen, 16, seed=seed + gap)
+        where = f"(seqlen {seqlen}, gap {gap}{', large scores' if size > 1 else ''}) "
         judge_call(student, recall, RECALL_MISTAKES, (x, gap), ("the output",), where=where)
     passed("each token sees the tokens at least `gap` before it, and no other", seed)

@@ -220,12 +220,16 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if result is None:
         raise CheckFailed(f"{name} returned None: is a `return` missing?")
     for position, (arg, clones) in enumerate(zip(args, before, strict=True), start=1):
-        for leaf, clone in zip(_leaves(arg), clones, strict=True):
-            if not equal(leaf.nan_to_num(), clone.nan_to_num()):
-                raise CheckFailed(
-                    f"{name} changed its argument number {position} in place (by `*=`, `+=` or a "
-                    "name that ends in `_`), but its caller still needs it. Compute a new tensor."
-                )
+        leaves = list(_leaves(arg))
+        pairs = zip(leaves, clones, strict=False)
+        if len(leaves) != len(clones) or not all(
+            equal(leaf.nan_to_num(), clone.nan_to_num()) for leaf, clone in pairs
+        ):
+            raise CheckFailed(
+                f"{name} changed its argument number {position} in place (by `*=`, `+=`, a name "
+                "that ends in `_`, or a method of a list), but its caller still needs it. Compute "
+                "a new one."
+            )
     return result
 
 

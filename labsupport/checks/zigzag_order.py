@@ -62,6 +62,8 @@ The second chunk is rank + world; it is 2 * world - 1 - rank.
     in chunks -> in (rank, rank + world)
 The late chunk comes first; the early one should.
     in chunks -> in chunks[::-1]
+The tokens of the late chunk are reversed: in a chunk they stay in order.
+    (c + 1) * size) -> (c + 1) * size).flip(() if c < world else 0)
 """)
 
 
@@ -74,6 +76,8 @@ def unzigzag(shards: Sequence[Tensor]) -> Tensor:
 INVERSE_MISTAKES = mistakes(r"""
 The shards follow one another, but each of them has two chunks from different places.
     [*early, *reversed(late)] -> shards
+The late chunks are in order, but the tokens in each are reversed: reverse the list, not the tensor.
+    *reversed(late)] -> torch.cat(late, dim=1).flip(1)]
 You applied the order of the shards again. To undo it, index by order.argsort().
     [*early, *reversed(late)], dim=1) -> shards, dim=1)
     dim=1)\n -> dim=1)[:, _order(len(shards) * shards[0].shape[1], len(shards))]\n
@@ -106,7 +110,7 @@ def check_zigzag_chunks(student: Student, seed: int = 0) -> None:
 
 def check_zigzag_positions(student: Student, seed: int = 0) -> None:
     """Exercise 3-5 (b): the positions of a rank's tokens in the whole sequence."""
-    for seqlen, world in ((24, 3), (64, 4), (6 * (2 + seed % 5), 1), (4096, 8), (12, 2)):
+    for seqlen, world in ((40, 5), (64, 4), (6 * (2 + seed % 5), 1), (4096, 8), (12, 2)):
         # The last rank first: on rank 0 several mistakes look alike.
         for rank in reversed(range(world)):
             where = f"(seqlen {seqlen}, rank {rank} of {world}) the positions"
@@ -120,7 +124,7 @@ def check_unzigzag(student: Student, seed: int = 0) -> None:
     """Exercise 3-5 (c): the shards of all ranks as one sequence, in order."""
     rng = torch.Generator().manual_seed(seed)
     # Of the first, batch and ranks are the same number; the last are labels.
-    for world, shape in ((4, (4, 32, 3)), (3, (1, 24, 2, 4)), (1, (2, 6, 5)), (5, (2, 40))):
+    for world, shape in ((4, (4, 32, 3)), (3, (1, 24, 2, 4)), (1, (2, 6, 5)), (5, (2, 60))):
         whole = torch.randint(1000, shape, generator=rng)
         whole = whole if len(shape) == 2 else whole.float()
         shards = list(whole[:, _order(shape[1], world)].chunk(world, dim=1))

@@ -232,7 +232,8 @@ def _error(failures: Mapping[int, _Failure], workers: Sequence[_Worker]) -> Laun
             f"longer: launch(..., timeout=seconds).\n\n{first.traceback}"
         )
         return LaunchError(message.rstrip(), late.rank, first.traceback)
-    about = first.traceback or f"Its last lines:\n{workers[rank].tail()}"
+    tail = workers[rank].tail()
+    about = first.traceback or (tail and f"Its last lines:\n{tail}")
     message = f"rank {rank} of {len(workers)} failed: {first.what}\n\n{about}"
     return LaunchError(message.rstrip(), rank, first.traceback)
 
