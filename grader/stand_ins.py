@@ -9,7 +9,7 @@ An edition without the answers holds a copy of this file as `labsupport/stand_in
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -427,6 +427,7 @@ def calibrate_run(run: str) -> tuple[Any, Any]:
 def launching(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Return `launch`, whose processes know the student's functions."""
 
+    @wraps(launch)
     def run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return launch(partial(_knowing, dict(passed()), function), *args, **options)
 

@@ -1580,7 +1580,7 @@ trained = pd.DataFrame(ranks[0] + ranks[1])
 held = trained.groupby("case", sort=False)[["parameters", "gradients", "optimizer"]].max()
 share = held.loc["FSDP"].sum() / held.loc["DDP"].sum()
 checks.compare_prediction("Share stored under FSDP", predicted_held, share, possible=(0, 1))
-(held / 2**20).assign(all=held.sum(axis=1) / 2**20).round(1)
+(held / 2**20).assign(all=held.sum(axis=1) / 2**20).add_suffix(", MiB").round(1)
 
 # %%
 first = trained[trained["rank"] == 0].set_index("case")
@@ -1639,14 +1639,14 @@ plotting.plot_scaling(
 
 # %% [markdown]
 # This was recorded on four H200s connected by NVLink (`labsupport ring bench`), with several kernels for the blocks.
-# Zigzag is far better than contiguous shards, and longer shards lose less. PyTorch's `context_parallel` gathers all
-# keys first, so it hides no message. The lab's ring hides them: the GPUs' *copy engines* (hardware that only copies
-# memory) carry them during the computation. Messages then add 1 to 9% to the time ([chapter
-# 11](../theory/11-several-devices.md#when-a-hop-hides)).
+# An even share is 2 blocks of time, and the last of four contiguous shards takes 3.5: at best 2/3.5, or 57%. Zigzag is
+# far better, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first, so it hides no message.
+# The lab's ring hides them: the GPUs' *copy engines* (hardware that only copies memory) carry them during the
+# computation. Messages then add 1 to 9% to the time ([chapter 11](../theory/11-several-devices.md#when-a-hop-hides)).
 #
 # For data parallelism, efficiency 1 means that $W$ devices are $W$ times as fast as one. With one micro-batch a step,
-# DDP reaches 94 to 97% on the same GPUs, and FSDP 84 to 91%. Under FSDP each rank stores only a $W$-th of the state ([chapter
-# 11](../theory/11-several-devices.md#fsdp-the-state-is-shared-too)).
+# DDP reaches 94 to 97% on four H200s, and FSDP 84 to 91%. Under FSDP each rank stores only a $W$-th of the state
+# ([chapter 11](../theory/11-several-devices.md#fsdp-the-state-is-shared-too)).
 
 # %% [markdown]
 # ## 3.16 · Data parallelism by hand

@@ -113,7 +113,7 @@ def check_zigzag_positions(student: Student, seed: int = 0) -> None:
     for seqlen, world in ((40, 5), (64, 4), (6 * (2 + seed % 5), 1), (4096, 8), (12, 2)):
         # The last rank first: on rank 0 several mistakes look alike.
         for rank in reversed(range(world)):
-            where = f"(seqlen {seqlen}, rank {rank} of {world}) the positions"
+            where = f"(seqlen {seqlen}, rank {rank} of {world}) the tensor of positions"
             case = (seqlen, rank, world)
             right = reference(lambda case=case: zigzag_positions(*case))
             _judge(student, case, right, zigzag_positions, POSITION_MISTAKES, where)

@@ -1,6 +1,7 @@
 """The launcher: what comes back, how failures are told, and that no process is ever left."""
 
 import os
+import random
 import re
 import signal
 import socket
@@ -198,7 +199,8 @@ def port_and_environment():
     """A free port, and the environment without what an outer run has set."""
     outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     kept = {name: value for name, value in os.environ.items() if name not in outer}
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    # Below the ports that the system gives to other tests between now and the program's start.
+    with socket.create_server(("127.0.0.1", random.randint(20_000, 32_000))) as free:
         port = str(free.getsockname()[1])
     return port, kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
 
