@@ -1639,8 +1639,8 @@ plotting.plot_scaling(
 
 # %% [markdown]
 # This was recorded on four H200s connected by NVLink (`labsupport ring bench`), with several kernels for the blocks.
-# An even share is 2 blocks of time, and the last of four contiguous shards takes 3.5: at best 2/3.5, or 57%. Zigzag is
-# far better, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first, so it hides no message.
+# An even share is 2 blocks of time, and the last of four contiguous shards takes 3.5: at best 2/3.5, or 57%, if
+# all blocks run equally fast. (Blocks without a mask can be faster: hence 59%.) Zigzag is far better. PyTorch's `context_parallel` gathers all keys first, so it hides no message.
 # The lab's ring hides them: the GPUs' *copy engines* (hardware that only copies memory) carry them during the
 # computation. Messages then add 1 to 9% to the time ([chapter 11](../theory/11-several-devices.md#when-a-hop-hides)).
 #
