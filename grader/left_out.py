@@ -28,7 +28,7 @@ def left_out(name: str, exercise: str) -> NoReturn:
 
 
 def waits_for(exercise: str, name: str = "solution") -> NoReturn:
-    """Raise LeftOutError, which says which exercise, and whose function, a cell waits for."""
+    """Raise LeftOutError, which says which exercise a cell waits for."""
     raise LeftOutError(
         f"{WAITS} exercise {exercise}: it needs your {name}, which must pass its checks."
     )

@@ -942,7 +942,8 @@ print("...", talk.text[question.evidence[0] :], sep="")
 print(f"{question.prompt}... ({distance:,} bytes before: {question.answer})")
 
 # %% [markdown]
-# **Predict first**: the model sees the last eighth of such a text (256 bytes). What share of the questions does it answer?
+# **Predict first**: the model sees the last eighth of such a text (256 bytes). What share of the questions does it
+# answer?
 
 # %%
 predicted_share = None  # your guess, a number between 0 and 1
@@ -1119,11 +1120,11 @@ print(f"rank {owner}: {'right' if predicted_owner == owner else 'see row 1 of th
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(1)
 q, k, v = (torch.randn(n, 32, generator=generator) for n in (8, 64, 64))
-at_once = torch.softmax(q @ k.T / 32**0.5, dim=-1) @ v
+in_one = torch.softmax(q @ k.T / 32**0.5, dim=-1) @ v
 few, many = (
     torch.softmax(q @ k[keys].T / 32**0.5, dim=-1) @ v[keys] for keys in (slice(16), slice(16, 64))
 )
-error = ((few + many) / 2 - at_once).norm() / at_once.norm()
+error = ((few + many) / 2 - in_one).norm() / in_one.norm()
 print(f"the plain average is off by {error:.0%}")
 
 
@@ -1132,7 +1133,7 @@ print(f"the plain average is off by {error:.0%}")
 # of a part is the denominator of its softmax: the sum of the exponentials of its scores. FlashAttention returns the
 # logarithm of this sum, the *log-sum-exp* $L$ (notebook 1), along with the output. The figure cuts one row of scores
 # into four parts and merges them in two orders. Each box contains a maximum $m$ and a sum $\ell$, with $L = m +
-# \ln\ell$. Not all boxes on the way are the same, but the last one is the same:
+# \ln\ell$. Some boxes on the way differ, but the last one is the same:
 #
 # ![Two diagrams of merging four parts of a row of scores, as a chain and as a tree: the boxes on the way contain different pairs of m and l, but the last box contains m = 5 and l = 1.646 in both](../theory/figures/merge-orders.png)
 
@@ -1295,8 +1296,8 @@ figure
 
 # %% [markdown]
 # Rank 7 has nearly twice the average work; with $W$ ranks, the last one has $2 - 1/W$ times the average. All others
-# wait for it. On average, the ranks spend almost half of their time waiting. A better order of the tokens fixes this. *Zigzag*
-# cuts the sequence into $2W$ chunks, and gives rank $r$ the early chunk $r$ and the late chunk $2W - 1 - r$. (Llama 3
+# wait for it. On average, the ranks spend almost half of their time waiting. A better order of the tokens fixes this.
+# *Zigzag* cuts the sequence into $2W$ chunks, and gives rank $r$ the early chunk $r$ and the late chunk $2W - 1 - r$. (Llama 3
 # was trained with this order: arXiv 2407.21783, section 3.3.2.) With four ranks:
 #
 # ```text
@@ -1640,9 +1641,10 @@ plotting.plot_scaling(
 # %% [markdown]
 # This was recorded on four H200s connected by NVLink (`labsupport ring bench`), with several kernels for the blocks.
 # An even share is 2 blocks of time, and the last of four contiguous shards takes 3.5: at best 2/3.5, or 57%, if
-# all blocks run equally fast. (Blocks without a mask can be faster: hence 59%.) Zigzag is far better. PyTorch's `context_parallel` gathers all keys first, so it hides no message.
-# The lab's ring hides them: the GPUs' *copy engines* (hardware that only copies memory) carry them during the
-# computation. Messages then add 1 to 9% to the time ([chapter 11](../theory/11-several-devices.md#when-a-hop-hides)).
+# all blocks run equally fast. (Blocks without a mask can be faster: hence 59%.) Zigzag is far better. PyTorch's
+# `context_parallel` gathers all keys first, so it hides no message. The lab's ring hides them: the GPUs' *copy engines*
+# (hardware that only copies memory) carry them during the computation. Messages then add 1 to 9% to the time ([chapter
+# 11](../theory/11-several-devices.md#when-a-hop-hides)).
 #
 # For data parallelism, efficiency 1 means that $W$ devices are $W$ times as fast as one. With one micro-batch a step,
 # DDP reaches 94 to 97% on four H200s, and FSDP 84 to 91%. Under FSDP each rank stores only a $W$-th of the state

@@ -1210,8 +1210,8 @@ else:
 #
 # - *tiles*, warps and stages: a factor of 1.8 between the best and the worst, above;
 # - *resources*: in the lab's repository, `python -m benchmarks resources --capability 90 --head-dim 64 --kernel forward`
-#   compiles for a GPU that you don't need to have. In bfloat16 it reports: 110 registers a thread, 64 KiB of shared memory, nothing spilled, 2 programs on a
-#   multiprocessor;
+#   compiles for a GPU that you don't need to have. In bfloat16 it reports: 110 registers a thread, 64 KiB of shared
+#   memory, nothing spilled, 2 programs on a multiprocessor;
 # - *overlap*: while tensor cores multiply, the exponentials of another tile should be computed, and the next blocks fetched. The
 #   profiler found this lab's forward waiting: its *tensor pipe*, the tensor cores' queue, was active 57% of the time.
 #

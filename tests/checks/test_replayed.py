@@ -197,6 +197,24 @@ def test_a_mistake_that_explains_most_entries_is_a_perhaps():
         judge("x", partly, right, allowed=0.1, mistakes=[("Ones.", wrong)])
 
 
+def test_a_wrong_version_takes_back_that_an_earlier_one_passed(monkeypatch):
+    monkeypatch.setattr(cases, "stored_tape", lambda check: [])
+
+    def check_one(student):
+        assert student() == 1
+
+    def one():
+        return value
+
+    value = 1
+    cases.stored(check_one)(one)
+    assert cases.PASSED.pop("one") is one
+    cases.PASSED["one"], value = one, 2
+    with pytest.raises(AssertionError):
+        cases.stored(check_one)(one)
+    assert "one" not in cases.PASSED
+
+
 def test_an_exam_refuses_the_labs_functions_and_names_the_exercise_that_is_awaited(
     monkeypatch, capsys
 ):
