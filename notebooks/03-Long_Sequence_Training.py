@@ -1522,7 +1522,8 @@ plotting.plot_timeline(
 # %% [markdown]
 # By the count, contiguous shards take $1.5$ blocks of time and zigzag shards $1$. Your measured ratio may be smaller:
 # with contiguous shards, rank 0 is idle while rank 1 computes its second block, and rank 1 can be faster when it has
-# the CPU to itself. If it is below 1, another program used the cores: run the cells again from "Real processes" on.
+# the CPU to itself. The ratio also scatters by some tenths, because each run takes only about 100 ms. If it is below 1,
+# another program used the cores: run the cells again from "Real processes" on.
 #
 # A message to the next rank is a *hop*. A rank starts to send and receive before it computes its first block, and
 # waits for the message only after that block. By then the message has arrived, and the next block starts without a gap
