@@ -72,7 +72,7 @@ def write_project(target: Path, notebooks: Path | None = None, *, exam: bool = F
     tapes = without_answers.record_cases(solved) if exam else {}
     target.mkdir(parents=True, exist_ok=True)
     for folder in (*_FOLDERS, *(() if exam else ("capstone",))):
-        ignored = shutil.ignore_patterns(".*", "upkeep", "__pycache__")
+        ignored = shutil.ignore_patterns(".*", "__pycache__")
         shutil.copytree(root / folder, target / folder, ignore=ignored)
     for name in _FILES:
         shutil.copy(root / name, target / name)
