@@ -14,7 +14,7 @@ from labsupport import paths
 from labsupport.course.editions import ReleaseError, make_edition, solved_notebooks
 
 _FOLDERS = ("data", "theory", "scripts/jupyterlab", "binder", ".devcontainer")
-_FILES = ("LICENSE", "constraints.txt", "environment.yml", "scripts/setup.sh")
+_FILES = ("LICENSE", "constraints.txt", "environment.yml", "scripts/setup.sh", "scripts/lock.sh")
 # What students need of the Makefile; the other commands test or change the lab.
 _TARGETS = ("help", "setup", "lab", "fetch", "clean")
 _LINES = re.MULTILINE | re.DOTALL

@@ -18,7 +18,10 @@ if [ "$python" != .venv/bin/python ]; then
 fi
 stamp=.venv/.extra-$extra
 now=$(cat pyproject.toml constraints.txt | cksum)
-[ "$(cat "$stamp" 2>/dev/null)" = "$now" ] && exit 0
+ready() { [ "$(cat "$stamp" 2>/dev/null)" = "$now" ]; }
+if ready; then exit 0; fi
+. scripts/lock.sh
+if ready; then exit 0; fi
 printf '[setup] packages for the %s (once)\n' "$extra"
 PIP_USER=0 .venv/bin/python -m pip install --disable-pip-version-check --quiet \
     -c constraints.txt -e ".[$extra]"

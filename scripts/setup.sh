@@ -147,11 +147,14 @@ case "${TORCH:-}" in
     '' | cpu | cuda) ;;
     *) stop "TORCH=$TORCH is unknown" "choose TORCH=cpu or TORCH=cuda, or leave it out" ;;
 esac
-installed=$(cat .venv/.torch 2>/dev/null || true)
-if [ -e .venv/.ready ] && [ "$(cat .venv/.ready)" = "$(fingerprint)" ] &&
-    [ "${TORCH:-$installed}" = "$installed" ] && works .venv/bin/python && ! other_python; then
-    exit 0
-fi
+ready() {
+    installed=$(cat .venv/.torch 2>/dev/null || true)
+    [ -e .venv/.ready ] && [ "$(cat .venv/.ready)" = "$(fingerprint)" ] &&
+        [ "${TORCH:-$installed}" = "$installed" ] && works .venv/bin/python && ! other_python
+}
+if ready; then exit 0; fi
+. scripts/lock.sh
+if ready; then exit 0; fi
 
 torch=${TORCH:-${installed:-$(detect_torch)}}
 if [ -e .venv ]; then

@@ -1,5 +1,6 @@
 """The two commands, and the files that say which packages they install."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -87,7 +88,8 @@ def checkout(project, tmp_path):
     """A copy of what setup.sh reads, in a folder whose name holds a space."""
     copy = tmp_path / "a checkout"
     (copy / "scripts").mkdir(parents=True)
-    for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh", "Makefile"):
+    scripts = "scripts/setup.sh", "scripts/lock.sh"
+    for name in ("pyproject.toml", "constraints.txt", "Makefile", *scripts):
         shutil.copy(project / name, copy / name)
     return copy
 
@@ -157,6 +159,28 @@ def test_an_environment_that_cannot_be_trusted_is_started_over(checkout, damage)
     done = set_up(checkout, **NO_PYTHON)
     assert "starting .venv over" in done.stdout
     assert not (checkout / ".venv").exists()
+
+
+def test_two_setups_of_one_clone_wait_for_each_other(checkout):
+    lock = checkout / ".setup-lock"
+    lock.symlink_to(str(os.getpid()))  # this process stands for a setup at work
+    with subprocess.Popen(
+        ["/bin/bash", "scripts/setup.sh"],
+        cwd=checkout, env={"PATH": "/usr/bin:/bin"}, stdout=subprocess.PIPE, text=True,
+    ) as second:  # fmt: skip
+        assert "waiting: another make" in second.stdout.readline()
+        ready_venv(checkout)  # what the first one leaves behind
+        lock.unlink()
+        assert second.wait(timeout=30) == 0
+    assert not lock.is_symlink()
+
+
+def test_the_lock_of_a_killed_setup_does_not_count(checkout):
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    (checkout / ".setup-lock").symlink_to(str(killed.pid))
+    assert "needs Python 3.11 or newer" in set_up(checkout, **NO_PYTHON).stderr
+    assert not (checkout / ".setup-lock").is_symlink()
 
 
 def make(*arguments, cwd):
