@@ -1,6 +1,7 @@
-"""The command `labsupport monitor`."""
+"""The command `labsupport monitor`: memory of a program over time, and of the GPU beside it."""
 
-import resource
+import contextlib
+import datetime
 import shlex
 import signal
 import sys
@@ -12,15 +13,10 @@ from typing import Annotated
 import psutil
 import typer
 
-from labsupport.commands.grid_options import check_chart
-from labsupport.profiling.monitoring import (
-    DEFAULT_INTERVAL_S,
-    checked_interval,
-    live_line,
-    monitor,
-    own_peak,
-)
+from labsupport.profiling.gpu import read_gpus
 from labsupport.profiling.units import format_bytes
+
+MIB = 2**20
 
 
 def monitor_command(
@@ -29,62 +25,50 @@ def monitor_command(
     ] = None,
     interval: Annotated[
         float | None,
-        typer.Option(help="Seconds between samples (0.1), or between lines of --live (1)."),
+        typer.Option(
+            help="Seconds between samples (0.1), or between lines of --live (1).", min=1e-3
+        ),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Show GPU and machine live, also without a program.")
+        bool, typer.Option("--live", help="Show machine and GPU live, without a program.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="A CSV file, written while the program runs.")
+        Path | None, typer.Option(help="A CSV file: seconds, MiB used, MiB free.")
     ] = None,
-    chart: Annotated[
-        Path | None, typer.Option(help="A chart, as .png, .svg or .pdf, written at the end.")
-    ] = None,
+    chart: Annotated[Path | None, typer.Option(help="A chart, as .png, .svg or .pdf.")] = None,
     device: Annotated[int, typer.Option(help="Number of the GPU, as in PyTorch.")] = 0,
 ) -> None:
     """Run a program and sample its memory, that of its children and of the GPU.
 
-    The exit status is the program's.
+    The exit status is the program's. Memory is sampled, so shorter peaks can be missed.
     """
-    refresh = checked_interval(1.0 if interval is None else interval)
-    if command:
-        # Lines may come seldom; a peak of memory would be missed.
-        samples = min(refresh, DEFAULT_INTERVAL_S) if live or interval is None else interval
-        files = {"out": out, "chart": chart}
-        lines = refresh if live else None
-        raise typer.Exit(
-            run_monitored(command, interval=samples, device=device, live=lines, **files)
-        )
-    if not live:
+    if live == bool(command):
         raise ValueError("which program? monitor -- COMMAND, or monitor --live without one")
-    if out is not None or chart is not None:
-        raise ValueError("--out and --chart record a program: give one after --")
-    _watch(refresh)
+    if command:
+        raise typer.Exit(run_monitored(command, interval or 0.1, out, chart, device))
+    _watch(interval or 1.0)
 
 
 def run_monitored(
     command: list[str],
-    *,
-    interval: float = DEFAULT_INTERVAL_S,
+    interval: float = 0.1,
     out: Path | None = None,
     chart: Path | None = None,
     device: int = 0,
-    live: float | None = None,
 ) -> int:
     """Run a program, sample its memory, and print on stderr what was found.
 
     The program keeps stdin, stdout and stderr, and gets the signals that would end this process.
-    `live` are the seconds between lines about GPU and machine.
 
     Returns:
         The program's exit status; 128 + n if signal n ended it.
 
     Raises:
-        ValueError: the chart's type is unknown.
-        OSError: the program cannot be run; a file exists already, or its folder does not. Then
-            nothing is run.
+        ValueError, OSError: a file has an unknown type, or exists, or its folder does not; the
+            program cannot be run. Then nothing is run.
     """
-    check_chart(chart)
+    if chart is not None and chart.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{chart.name}: a chart is a .png, .svg or .pdf file")
     for path in filter(None, (out, chart)):
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
@@ -97,45 +81,90 @@ def run_monitored(
             child.send_signal(number)
 
     old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    rows, start = [], time.perf_counter()
     try:
-        with monitor(interval, device, pid=child.pid, out=out) as watch:
-            while True:
-                try:
-                    child.wait(timeout=live)
-                    break
-                except psutil.TimeoutExpired:
-                    _say(live_line())
+        while child.returncode is None:
+            rows.append({"time_s": time.perf_counter() - start, **sample(child, device)})
+            with contextlib.suppress(psutil.TimeoutExpired):
+                child.wait(timeout=interval)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
     status = 128 - child.returncode if child.returncode < 0 else child.returncode
-    program = textwrap.shorten(shlex.join([Path(command[0]).name, *command[1:]]), 60)
-    largest = format_bytes(own_peak(resource.RUSAGE_CHILDREN))
-    _say(f"{program} ended with status {status}")
-    for line in str(watch).splitlines():
-        _say(f"  {line}")
-    _say(f"  the operating system's own peak of its largest process: {largest}")
-    if chart is not None:
-        watch.chart(program).savefig(chart)
-    for path in filter(None, (out, chart)):
-        _say(f"  written: {path}")
+    _report(textwrap.shorten(shlex.join(command), 60), status, rows, out, chart)
     return status
 
 
-def _say(text: str) -> None:
-    print(f"labsupport monitor: {text}", file=sys.stderr, flush=True)
+def sample(program: psutil.Process, device: int) -> dict[str, float]:
+    """Return the memory of a program and its descendants, and what is free, in MiB.
+
+    Memory is the sum of resident set sizes, in which shared pages count more than once. On a GPU
+    also what all programs use there, and what is free.
+    """
+    used = 0
+    with contextlib.suppress(psutil.Error):  # it has ended
+        for process in (program, *program.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                used += process.memory_info().rss
+    row = {"used_mib": used / MIB, "free_mib": psutil.virtual_memory().available / MIB}
+    for gpu in read_gpus()[device : device + 1]:
+        if gpu.used_bytes is not None and gpu.total_bytes is not None:
+            row["gpu_used_mib"] = gpu.used_bytes / MIB
+            row["gpu_free_mib"] = (gpu.total_bytes - gpu.used_bytes) / MIB
+    return row
+
+
+def _report(
+    program: str, status: int, rows: list[dict[str, float]], out: Path | None, chart: Path | None
+) -> None:
+    """Print peak and average; write the samples and their chart."""
+    import pandas as pd
+
+    table = pd.DataFrame(rows).round(3)
+    found = []
+    for column, words in (("used_mib", "memory"), ("gpu_used_mib", "GPU memory of all programs")):
+        if column in table:
+            used = table[column]
+            peak = (
+                f"{words}: peak {used.max():,.0f} MiB after {table['time_s'][used.idxmax()]:.1f} s"
+            )
+            found.append(f"{peak}, {used.mean():,.0f} MiB on average")
+    for line in (f"{program} ended with status {status}", *found):
+        print(f"labsupport monitor: {line}", file=sys.stderr)
+    if out is not None:
+        table.to_csv(out, index=False)
+    if chart is not None:
+        from labsupport.plotting.charts import plot_samples
+
+        small_print = f"{datetime.date.today()}; {len(table)} samples, shorter peaks can be missed"
+        plot_samples(table, title=f"{program}: {found[0]}", small_print=small_print).savefig(chart)
 
 
 def _watch(interval: float) -> None:
     """Print a line until Control-C; in a terminal it replaces the one before."""
-    terminal = sys.stdout.isatty()
-    start, end = ("\x1b[2K", "\r") if terminal else ("", "\n")
-    psutil.cpu_percent()  # it counts from the call before
+    start, end = ("\x1b[2K", "\r") if sys.stdout.isatty() else ("", "\n")
     try:
-        time.sleep(min(interval, 0.1))
         while True:
             print(start, live_line(), sep="", end=end, flush=True)
             time.sleep(interval)
     except KeyboardInterrupt:
-        if terminal:
-            print()
+        print()
+
+
+def live_line() -> str:
+    """Return the state of the machine and its GPUs in one line."""
+    memory = psutil.virtual_memory()
+    used = f"{format_bytes(memory.total - memory.available)} of {format_bytes(memory.total)}"
+    parts = [f"{datetime.datetime.now():%H:%M:%S}  CPU {psutil.cpu_percent():.0f}%, memory {used}"]
+    for gpu in read_gpus():
+        memory = f"{format_bytes(gpu.used_bytes or 0)} of {format_bytes(gpu.total_bytes or 0)}"
+        figures = (
+            (gpu.busy_percent, f"{gpu.busy_percent}% in use"),
+            (gpu.used_bytes, memory),
+            (gpu.sm_mhz, f"SM {gpu.sm_mhz} of {gpu.max_sm_mhz} MHz"),
+            (gpu.power_w, f"{gpu.power_w or 0:.0f} W"),
+            (gpu.held_down_by() or None, f"limited by {gpu.held_down_by()}"),
+        )
+        read = ", ".join(text for value, text in figures if value is not None)
+        parts.append(f"GPU {gpu.index} {read or 'not readable here'}")
+    return "  |  ".join(parts if len(parts) > 1 else [*parts, "no NVIDIA GPU"])

@@ -3,12 +3,11 @@
 An implementation has the same colour and marker in every chart (colours of Okabe and Ito, and of
 Paul Tol, distinct for readers with any colour vision).
 
-    charts       time and memory against sequence length; predictions; rooflines
+    charts       time and memory against sequence length, and over time; predictions; rooflines
     explorer     the score matrix: weights, tiles; block sizes, fast memory and traffic
     precision    dtypes and magnitudes from layer to layer
     training     what fills the memory, how losses run, what a longer context brings
     distributed  who waits for whom, what more devices bring
-    monitor      memory and use of a device over time
     drawing      the vocabulary that charts share
     figure       a figure that shows and describes itself
 

@@ -331,3 +331,29 @@ def plot_roofline(
     add_legend(figure, [axes])
     figure.headline(textwrap.fill(title, 70), small_print)
     return figure
+
+
+def plot_samples(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
+    """Plot memory against time, from the first sample to the last; a panel for the GPU's.
+
+    Args:
+        table: columns time_s, used_mib and free_mib; on a GPU also gpu_used_mib and gpu_free_mib.
+        title: the finding.
+        small_print: device, date, and how it was sampled.
+    """
+    used = [column for column in ("used_mib", "gpu_used_mib") if column in table]
+    figure = Chart(figsize=(8.6, 1.7 + 2.6 * len(used)))
+    all_axes = figure.subplots(len(used), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, column in zip(all_axes, used, strict=True):
+        free = table[column.replace("used", "free")].iloc[0]
+        plain(axes)
+        axes.plot(table["time_s"], table[column], color=BLUE, linewidth=1.8, label="used")
+        axes.set(xlim=(0, None), ylim=(0, None))
+        name = "GPU memory" if column.startswith("gpu") else "memory"
+        axes.set_ylabel(f"{name} (MiB)")
+        if table[column].max() > free / 4:  # else the limit would flatten the curve
+            axes.axhline(free, color=GREY, linestyle="--", label="free at the start")
+            axes.legend(loc="lower right", frameon=False)
+    all_axes[-1].set_xlabel("time since the start (s)")
+    figure.headline(textwrap.fill(title, 76), small_print)
+    return figure

@@ -5,17 +5,15 @@ card                  the short table that opens each notebook
 hardware, gpu         ceilings, specified and measured; a GPU's state as its driver reports it
 timing                how long a call takes, and how surely; calls recorded as CUDA graphs
 memory                extra memory of a call, exactly; the bytes that its operators move
-monitoring            memory of a block or a program, over time
 trace                 which kernels and operators take the time
 cases                 what is measured: a grid of cases, their FLOPs and bytes
 benchmark, tables     a grid measured, as a table; errors by dtype; ratios and readable columns
 bench, advice         `labsupport bench`, `sweep`, `compare`, their presets, what figures mean
 baseline              has a call become slower?
 provenance, runs      where a number comes from; tables kept under data/runs/
-bug_report            everything that a bug report needs
 units                 bytes as people read them
 
-Names are imported when first used, so that the monitor and the preflight need no PyTorch.
+Names are imported when first used, so that the preflight needs no PyTorch.
 """
 
 import importlib
@@ -28,7 +26,6 @@ _HOME = {
     "environment": ("diagnose",),
     "hardware": ("detect_device", "hardware_table", "measured_ceilings"),
     "memory": ("LargestTensor", "cap_gpu_memory", "largest_tensor", "measure_peak_memory"),
-    "monitoring": ("monitor",),
     "runs": ("load_run", "save_run"),
     "tables": ("arithmetic_bound_ms", "readable", "score_mib", "speedup"),
     "timing": ("measure_ratio", "measure_time"),

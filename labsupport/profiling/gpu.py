@@ -30,7 +30,7 @@ HOST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO in Linux's include/linux/pr
 
 @dataclass(frozen=True)
 class GpuState:
-    """One GPU at one moment.
+    """Snapshot of a GPU's state.
 
     Attributes:
         index: in PyTorch's count.
@@ -62,13 +62,6 @@ class GpuState:
         """The reasons why the clocks are low against the user's will; empty if they are not."""
         mask = (self.reasons or 0) & ~WANTED
         return ", ".join(word for bit, word in REASONS.items() if mask & bit)
-
-    def bytes_of(self, pids: set[int]) -> int | None:
-        """GPU memory of some processes; None where the driver does not tell it."""
-        if self.users is None or foreign_pids():
-            return None
-        sizes = [size for pid, size in self.users.items() if pid in pids]
-        return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def read_gpus() -> list[GpuState]:

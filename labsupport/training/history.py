@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labsupport.profiling.monitoring import own_peak
 from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
@@ -126,6 +128,18 @@ def reset_peak(device: torch.device) -> None:
 def read_peak(device: torch.device) -> int:
     """Return the `peak_bytes` of a step."""
     if device.type != "cuda":
-        return own_peak()
+        return _own_peak()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
+
+
+def _own_peak() -> int:
+    """Return the operating system's peak of this process's resident set, in bytes."""
+    if sys.platform == "linux":
+        # There, getrusage also counts what the process was before exec.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # macOS counts bytes, Linux KiB: getrusage(2).
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)

@@ -44,7 +44,7 @@ def test_importing_the_package_imports_nothing_else(project):
         ),
         (
             "from labsupport.commands.monitor import run_monitored; "
-            "from labsupport.profiling import environment, monitor; "
+            "from labsupport.profiling import environment; "
             "assert len(environment.diagnose(quick=True)) >= 4",
             "torch pandas matplotlib numpy",
         ),

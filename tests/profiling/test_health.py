@@ -13,8 +13,21 @@ import torch
 
 from labsupport.profiling import environment, hardware, health
 from labsupport.profiling.card import EnvironmentCard, environment_card
-from labsupport.profiling.gpu import GpuState
+from labsupport.profiling.gpu import GpuState, visible_gpus
 from labsupport.profiling.health import UNREADABLE, check_launches, judge_gpu
+
+
+def test_gpus_are_counted_as_pytorch_counts_them():
+    for visible, expected in (
+        (None, [0, 1, 2, 3]),
+        (" 3 , 1", [3, 1]),
+        ("GPU-8932f937", ["GPU-8932f937"]),
+        ("", []),
+        ("2,-1,3", [2]),
+        ("2,4", [2]),
+    ):
+        assert visible_gpus(4, visible) == expected
+
 
 # --- health ---------------------------------------------------------------------------------------
 
