@@ -1,8 +1,8 @@
 """A small model that has learned to find facts again: its training.
 
-The texts are those of `labsupport.training.facts`. To find a key is what an induction circuit does:
-one layer gathers the bytes before each position, and a later one looks for the position with the
-same bytes before it (Olsson et al., "In-context Learning and Induction Heads", 2022). The first
+The texts are those of `labsupport.training.tasks.facts`. To find a key is what an induction circuit
+does: one layer gathers the bytes before each position, and a later one looks for the position with
+the same bytes before it (Olsson et al., "In-context Learning and Induction Heads", 2022). The first
 half is useless without the second, so small models find it late. Three things make it come within
 seconds: texts of 192 bytes come first; matrices are drawn with 1/√width (`GAIN`); heads of
 the first layers begin by looking a few bytes back (`look_back`). What to do with that is left to

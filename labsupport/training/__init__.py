@@ -1,6 +1,6 @@
 """Training on long sequences, on one device (notebook 3).
 
-data, tokens     documents, real or with facts planted in them (facts), packed into sequences
+data, tokens     documents, real or with facts planted in them, packed into sequences
 config           the decoder's shape, its options to save memory, the settings of a run
 decoder          a decoder in GPT-2's or Llama's shape, written to be read (convert: Transformers)
 memory           the loss and the MLP in chunks; a limit on memory
@@ -23,10 +23,10 @@ from labsupport.training.data import (
     tensors,
 )
 from labsupport.training.decoder import Decoder
-from labsupport.training.facts import dialogue, records
 from labsupport.training.history import History, StepRow
 from labsupport.training.memory import chunked_cross_entropy, memory_limit
 from labsupport.training.planner import measure_step, plan_memory, what_fits
+from labsupport.training.tasks.facts import dialogue, records
 from labsupport.training.tokens import ByteTokenizer, gpt2_tokenizer
 from labsupport.training.train import TrainingDivergedError, train
 

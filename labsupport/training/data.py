@@ -26,7 +26,7 @@ from torch import Tensor
 
 from labsupport.models import python_topics, source_text
 from labsupport.training.config import IGNORED
-from labsupport.training.facts import Dice, dialogue, records
+from labsupport.training.tasks.facts import Dice, dialogue, records
 from labsupport.training.tokens import ByteTokenizer, Encoded, Tokenizer, encode, gpt2_tokenizer
 
 # Far above the seeds that a reader types: what is asked after training was not in it.

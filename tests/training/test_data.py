@@ -24,8 +24,8 @@ from labsupport.training.data import (
     pack,
     source_documents,
 )
-from labsupport.training.facts import records
 from labsupport.training.sizes import parse_bytes, parse_tokens
+from labsupport.training.tasks.facts import records
 from labsupport.training.tokens import ByteTokenizer, Encoded, encode, gpt2_tokenizer
 
 END = 0
@@ -35,7 +35,7 @@ AWKWARD = "Zürich 🦙, 日本語:\n\n\t  x\u0301 \u200d👩\x00 3.14 don't   <
 @pytest.mark.parametrize(
     "name",
     [
-        *("training.data", "training.facts", "training.measure"),
+        *("training.data", "training.tasks.facts", "training.measure"),
         *("training.memory", "training.planner", "training.sizes", "training.tokens"),
         *("distributed.data_parallel.costs", "distributed.ring.plan"),
         *("distributed.scaling", "profiling.cases"),

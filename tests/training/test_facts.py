@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from labsupport.training.facts import Dice, _words, dialogue, records
+from labsupport.training.tasks.facts import Dice, _words, dialogue, records
 
 of_each_kind = pytest.mark.parametrize("make", [records, dialogue])
 

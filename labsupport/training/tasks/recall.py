@@ -1,7 +1,7 @@
 """A small model that has learned to find facts again: its texts, and its weights.
 
-The texts are those of `labsupport.training.facts`. `python -m benchmarks.recall` trains the model,
-and describes how; this module has what the notebook needs.
+The texts are those of `facts`. `python -m benchmarks.recall` trains the model, and describes how;
+this module has what the notebook needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from labsupport.profiling.timing import resolve_device
 from labsupport.training.config import DecoderConfig
 from labsupport.training.data import FIRST_SEED, IGNORED
 from labsupport.training.decoder import Decoder
-from labsupport.training.facts import MARK, Dice, FactDocument, dialogue, records
+from labsupport.training.tasks.facts import MARK, Dice, FactDocument, dialogue, records
 from labsupport.training.tokens import ByteTokenizer, encode
 
 LENGTH = 2048  # bytes of the texts that the model is for

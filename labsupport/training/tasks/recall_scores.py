@@ -19,7 +19,7 @@ from torch import Tensor
 
 from labsupport.attention import attention
 from labsupport.training.decoder import Block, Decoder
-from labsupport.training.facts import MARK, SENTENCES, FactDocument, Question
+from labsupport.training.tasks.facts import MARK, SENTENCES, FactDocument, Question
 from labsupport.training.tokens import ByteTokenizer
 
 if TYPE_CHECKING:

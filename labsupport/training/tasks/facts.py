@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, TypeVar
 
-from labsupport.training import words
+from labsupport.training.tasks import words
 
 T = TypeVar("T")
 Ask = Literal["apart", "throughout"]
@@ -48,8 +48,7 @@ class Question:
     """A question about a fact of a text, with its answer.
 
     Attributes:
-        kind: "locker" in records; "code", "place", "who" or "when" in dialogues; "planted" in real
-            documents (`benchmarks.long_texts.documents`).
+        kind: "locker" in records; "code", "place", "who" or "when" in dialogues.
         prompt: what to write after the text: `"? " + evidence` is prompt and answer.
         answer: what comes next.
         chance: probability to guess right among the answers of this kind.

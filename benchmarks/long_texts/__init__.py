@@ -1,1 +1,0 @@
-"""Tasks on a long text: planted facts, calls in a file, summaries."""
