@@ -15,27 +15,27 @@ failures            errors of ranks: which explain themselves
 Names are imported from these files when first used, so that the program `labsupport` starts fast.
 """
 
-from __future__ import annotations
-
-import importlib
 from typing import Any
 
-_HOME = {
-    "data_parallel": ("train_with_ddp", "train_with_fsdp"),
-    "launch": ("LaunchError",),
-    "process_group": ("cleanup_ddp", "setup_ddp"),
-    "ring": (
-        *("gather_sequence", "positions_of", "shard_sequence", "unshard_sequence"),
-        *("ring_attention", "ring_flash_attn_func"),
-        *("triton_ring_flash_attn_func", "zigzag_ring_flash_attn_func"),
-    ),
-    "sequence_parallel": ("shard_model", "train_with_ring"),
-}
-__all__ = sorted(name for names in _HOME.values() for name in names)
+import lazy_loader
 
-
-def __getattr__(name: str) -> Any:
-    for module, names in _HOME.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__: Any
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "data_parallel": ["train_with_ddp", "train_with_fsdp"],
+        "launch": ["LaunchError"],
+        "process_group": ["cleanup_ddp", "setup_ddp"],
+        "ring": [
+            "gather_sequence",
+            "positions_of",
+            "ring_attention",
+            "ring_flash_attn_func",
+            "shard_sequence",
+            "triton_ring_flash_attn_func",
+            "unshard_sequence",
+            "zigzag_ring_flash_attn_func",
+        ],
+        "sequence_parallel": ["shard_model", "train_with_ring"],
+    },
+)

@@ -11,28 +11,20 @@ likelihood    how well a model predicts a long text, without storing all of its 
 Names are imported from these files when first used: importing Transformers takes seconds.
 """
 
-import importlib
 from typing import Any
 
-_HOME = {
-    "attention_used": "integration",
-    "compare_attention": "generation.compare",
-    "generate": "generation.generate",
-    "load_model": "sources.load",
-    "load_tokenizer": "sources.load",
-    "measure_model": "measure",
-    "negative_log_likelihood": "likelihood",
-    "python_topics": "sources.text",
-    "register_attention": "integration",
-    "set_attention": "integration",
-    "source_text": "sources.text",
-    "tokens_of": "sources.text",
-}
+import lazy_loader
 
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__: Any
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "generation.compare": ["compare_attention"],
+        "generation.generate": ["generate"],
+        "integration": ["attention_used", "register_attention", "set_attention"],
+        "likelihood": ["negative_log_likelihood"],
+        "measure": ["measure_model"],
+        "sources.load": ["load_model", "load_tokenizer"],
+        "sources.text": ["python_topics", "source_text", "tokens_of"],
+    },
+)

@@ -16,25 +16,22 @@ units                 bytes as people read them
 Names are imported when first used, so that the preflight needs no PyTorch.
 """
 
-import importlib
 from typing import Any
 
-_HOME = {
-    "benchmark": ("errors_by_dtype", "run_grid"),
-    "card": ("environment_card",),
-    "cases": ("Case", "grid"),
-    "environment": ("diagnose",),
-    "hardware": ("detect_device", "hardware_table", "measured_ceilings"),
-    "memory": ("LargestTensor", "cap_gpu_memory", "largest_tensor", "measure_peak_memory"),
-    "runs": ("load_run", "save_run"),
-    "tables": ("arithmetic_bound_ms", "readable", "score_mib", "speedup"),
-    "timing": ("measure_ratio", "measure_time"),
-}
-__all__ = sorted(name for names in _HOME.values() for name in names)
+import lazy_loader
 
-
-def __getattr__(name: str) -> Any:
-    for module, names in _HOME.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__: Any
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "benchmark": ["errors_by_dtype", "run_grid"],
+        "card": ["environment_card"],
+        "cases": ["Case", "grid"],
+        "environment": ["diagnose"],
+        "hardware": ["detect_device", "hardware_table", "measured_ceilings"],
+        "memory": ["LargestTensor", "cap_gpu_memory", "largest_tensor", "measure_peak_memory"],
+        "runs": ["load_run", "save_run"],
+        "tables": ["arithmetic_bound_ms", "readable", "score_mib", "speedup"],
+        "timing": ["measure_ratio", "measure_time"],
+    },
+)
