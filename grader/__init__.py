@@ -1,1 +1,1 @@
-"""The instructors' tool: student and exam editions, grading, reports. Not part of an edition."""
+"""The instructors' tool: the students' edition, grading, reports. Not part of the edition."""

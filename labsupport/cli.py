@@ -53,7 +53,7 @@ def _options(
 def _add_grader_commands() -> None:
     """Add the commands of `grader`, or a message that explains why this edition lacks them."""
     registered = {entry.name: entry for entry in entry_points(group="labsupport.commands")}
-    for name in ("release", "collect", "grade"):
+    for name in ("release", "grade"):
         try:
             command = registered[name].load()
         except (KeyError, ModuleNotFoundError) as error:
@@ -68,7 +68,7 @@ def _add_grader_commands() -> None:
 
 def _no_grader(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     raise RuntimeError(
-        "`release`, `collect` and `grade` are for instructors: the package `grader` is not part of "
+        "`release` and `grade` are for instructors: the package `grader` is not part of "
         "this edition. Run them in the whole project, after `make setup`"
     )
 

@@ -33,8 +33,7 @@
 # devices](../theory/11-several-devices.md), for part two. The [glossary](../theory/glossary.md) defines the terms.
 #
 # **How to work.** As before: run the cells in order, write your guesses down, and let the checks tell you which mistake
-# you made. Later cells run your functions. In the exam edition the lab's are missing, so yours run in their place, too;
-# a cell that needs one before it passes its checks says which exercise it waits for.
+# you made. Later cells run your functions.
 
 # %%
 import tempfile

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import filelock
 
-from grader.grade.plan import Check, Plan, flags_of, make_plan
+from grader.grade.plan import Check, Plan, make_plan
 from grader.grade.results import (
     NAME,
     CheckResult,
@@ -64,7 +64,7 @@ def grade_one(
         why = "timeout", "the time for the whole notebook was over before this check"
     for check in run.todo:
         run.record(check, *why)
-    flags = [*submission.flags, *plan.flags, *flags_of(plan, notebook), *run.flags]
+    flags = [*submission.flags, *plan.flags, *run.flags]
     return SubmissionResult(
         *_key(submission),
         checks=tuple(run.results[check.grade_id] for check in plan.checks),
@@ -125,7 +125,7 @@ class _Run:
 
     def _leave_out(self, status: str, why: str, at: int | None) -> None:
         """Go on without the cell that ended the program; the exercise that it solves is lost."""
-        if at is None or not 0 <= at < len(self.steps) or not self.steps[at].source:
+        if at is None or not 0 <= at < len(self.steps):
             for check in self.todo:
                 self.record(check, status, f"When the notebook was run: {why}.")
             return
@@ -145,9 +145,13 @@ class _Run:
                 return
             session.fused = check.may_use_fused
             status, message, unexpected = evaluate_check(
-                check.source, check.names, session, version=check.grade_id, seed=self.seed,
+                check.source, check.names, session, seed=self.seed,
                 limit_s=self.settings.cell_timeout_s,
             )  # fmt: skip
+            notes, session.notes = dict.fromkeys(session.notes), []
+            if notes and not check.may_use_fused:
+                text = f"While this was judged, its code {', '.join(list(notes)[:10])}."
+                self.flags.append(Flag(check.grade_id, "library call", text))
             if session.failure is not None:
                 self.late.add(check.exercise)
                 if status == "died":

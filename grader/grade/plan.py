@@ -1,23 +1,19 @@
 """The cells of a submission that run, in the student's order.
 
 Of the cells that the lab gave, those run that only import or define something, and those that bind
-a name which the student's code needs; what measures and draws stays out. At each check cell the
-names that it uses are noted as they stand there. Check cells themselves do not run here.
-Flags name what an instructor should look at in a solution's text; they take no points.
+a name which the student's code needs; what measures and draws stays out. Check cells do not run
+here. Flags name what an instructor should look at in a solution's text; they take no points.
 """
 
 import ast
 import builtins
 import contextlib
-import itertools
 import re
 import symtable
 import textwrap
-import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 from grader.grade.results import Flag
 from grader.grade.submissions import Cell, Pristine, Submission
@@ -48,12 +44,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Step:
-    """A cell to run, which may be an exercise's solution; or a check, at which names are noted."""
+    """A cell to run, which may be an exercise's solution."""
 
-    source: str = ""
+    source: str
     exercise: str = ""
-    check: str = ""
-    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,17 +85,42 @@ def make_plan(pristine: Pristine, submission: Submission) -> Plan:
         if len(own) > 1:
             text = f"{len(own)} cells have this exercise's grade_id: the last definition counts."
             flags.append(Flag(name, "duplicate", text))
+        if own and name not in absent and (lost := _lost_lines(solution, own)):
+            text = f"Lines that were given are changed or gone: {'; '.join(lost[:5])}"
+            flags.append(Flag(name, "given lines changed", text))
     unneeded, steps = _unneeded_cells(pristine, submission.cells), []
     for cell in submission.cells:
         if cell.kind != "code" or not cell.source.strip():
             continue
-        if check := checks.get(cell.grade_id):
-            steps.append(Step(check=check.grade_id, names=check.names))
-        elif cell.grade_id in pristine.solutions:
+        if cell.grade_id in checks:
+            continue
+        if cell.grade_id in pristine.solutions:
             steps.append(Step(cell.source, exercise=cell.grade_id))
         elif _normal(cell.source) not in unneeded:
             steps.append(Step(cell.source))
     return Plan(tuple(checks.values()), tuple(steps), absent, tuple(flags))
+
+
+def _lost_lines(solution: Cell, own: Sequence[Cell]) -> list[str]:
+    """Return the given lines of code that no cell of the student's has, however it is formatted."""
+    given = _code_lines(_SOLUTION.sub("pass", solution.source))
+    theirs = [line for cell in own for line in _code_lines(cell.source)]
+    return [line for line in given if line not in theirs] if theirs else []
+
+
+def _code_lines(source: str) -> list[str]:
+    """Return the lines of a cell as Python writes them, without comments and docstrings."""
+    tree = parsed(source)
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(body := getattr(node, "body", None), list):
+            kept = [one for one in body if not _is_docstring(one)]
+            node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
+    lines = ast.unparse(tree).split("\n") if tree else []
+    return [line.strip() for line in lines if line.strip() not in ("", "pass")]
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _unneeded_cells(pristine: Pristine, cells: Sequence[Cell]) -> set[str]:
@@ -183,80 +202,3 @@ def _as_given(cell: Cell) -> str:
 
 def _normal(text: str) -> str:
     return "\n".join(line.strip() for line in text.split("\n") if line.strip())
-
-
-_NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
-_READY_MADE, _ODD = frozenset(_NAMES["ready_made"]), frozenset(_NAMES["odd"])
-_ATTENDS = re.compile(r"\..*(attention|attn|rotary)", re.IGNORECASE)
-_IPYTHON = re.compile(r"^[ \t]*+(?:[\w., ]++=[ \t]*+)?[%!?/,;]", re.MULTILINE)
-_PRIVATE = "a private attribute"
-_LAB = ("labsupport.attention", "labsupport.checks", "labsupport.distributed")
-_USUAL = ("__future__", "__init__", "__post_init__", "__name__", "__doc__", "__version__")
-_MANY_NUMBERS, _MOST_FLAGS = 40, 50
-
-
-def flags_of(plan: Plan, pristine: Pristine) -> Iterator[Flag]:
-    """Yield what a person should look at: names in the student's cells that ran, by exercise."""
-    given = {_as_given(cell) for cell in pristine.cells}
-    steps = [one for one in plan.steps if one.source and _normal(one.source) not in given]
-    known, solved = _names_in(pristine.cells), _names_in(tuple(pristine.solutions.values()))
-    trees = [parsed(step.source) for step in steps]
-    named = [frozenset(_named(tree)) for tree in trees]
-    everywhere, flags = known.union(*named), []
-    for step, tree, names in zip(steps, trees, named, strict=True):
-        name, new = step.exercise, names - known
-        made = {n for n in new if n.strip(".") in _READY_MADE or _ATTENDS.match(n)}
-        if made and not name.startswith(MAY_USE_FUSED):
-            flags.append(Flag(name, "library call", f"Names {_list(made)}."))
-        odd = {n for n in names - solved if n.strip(".") in _ODD or n in ("compile", _PRIVATE)}
-        # `math.soft = attention` sets an attribute of a module.
-        odd |= {n for n in names if n[-2:] == " =" and f"import {n.split('.')[0]}" in everywhere}
-        odd |= {n for n in new if n.startswith(_LAB)}
-        if odd:
-            flags.append(Flag(name, "odd name", f"Names {_list(odd)}."))
-        if tree is None and _IPYTHON.search(step.source):
-            flags.append(Flag(name, "odd name", "For IPython, and cannot be read as Python."))
-        values = [getattr(one, "value", None) for one in ast.walk(tree or ast.Pass())]
-        numbers = sum(isinstance(value, int | float) for value in values)
-        if name and numbers > _MANY_NUMBERS:
-            text = f"Holds {numbers} numbers: are answers written in?"
-            flags.append(Flag(name, "many numbers", text))
-    yield from itertools.islice(dict.fromkeys(flags), _MOST_FLAGS)
-
-
-def _list(names: set[str]) -> str:
-    return ", ".join(sorted({name.strip(".") for name in names})[:20])
-
-
-@lru_cache(maxsize=64)
-def _names_in(cells: tuple[Cell, ...]) -> frozenset[str]:
-    return frozenset(name for cell in cells for name in _named(parsed(cell.source)))
-
-
-def _named(tree: ast.Module | None) -> Iterator[str]:
-    """Yield names, and words in texts; those of attributes and imports begin with a dot."""
-    for node in ast.walk(tree) if tree else ():
-        match node:
-            case ast.Name(id=name):
-                yield name
-            case ast.Attribute(value=value, attr=name):
-                if getattr(value, "id", "") not in ("self", "cls"):
-                    yield from _dotted(name)
-                if isinstance(node.ctx, ast.Store):
-                    while isinstance(value, ast.Attribute):
-                        name, value = f"{value.attr}.{name}", value.value
-                    yield f"{getattr(value, 'id', '')}.{name} ="
-            case ast.MatchClass(kwd_attrs=names):
-                yield from (f".{name}" for name in names)
-            case ast.alias(name=name, asname=other):
-                yield from (name, *_dotted(name), f"import {(other or name).split('.')[0]}")
-            case ast.ImportFrom(module=str(name), names=names):
-                yield from (name, *_dotted(name), *(f"{name}.{one.name}" for one in names))
-            case ast.Constant(value=str(text)) if len(text) < 99:
-                # Names in texts: getattr(F, "scaled_dot_product_attention").
-                yield from re.findall(r"%*\w+", text)
-
-
-def _dotted(name: str) -> Iterator[str]:
-    for part in name.split("."):
-        yield f".{part}" if part[:1] != "_" or part in _USUAL or part in _ODD else _PRIVATE

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import site
@@ -27,6 +28,7 @@ from pathlib import Path
 import psutil
 
 import grader
+import labsupport
 from grader.grade.plan import Step
 from grader.grade.results import Settings
 from grader.remote import programs
@@ -39,7 +41,9 @@ _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/alternatives")
 _SPACE = 40 * 2**20  # of the folder in memory; a matrix that is looked for doesn't fit
 _PACKAGE = "LABSUPPORT_GRADING_PACKAGE"
 # The grader's own files that run in the student's process.
-_INSIDE = ("__init__", "programs", "refuse", "values", "worker")
+_INSIDE = ("__init__", "programs", "refuse", "values", "watch", "worker")
+# Of an exercise's file in labsupport/checks: its solution and its mistakes, which quote it.
+_SOLUTION = re.compile(r"^### BEGIN SOLUTION\n.*?^### END SOLUTION\n", re.MULTILINE | re.DOTALL)
 _PROGRAM = "import sys, grader.remote.worker; grader.remote.worker.main(sys.argv[1])"
 
 
@@ -48,17 +52,20 @@ class NotServing(RuntimeError):
 
 
 def package_folder() -> Path:
-    """Return the folder with the package that a sandbox imports: a copy without the answers.
+    """Return the folder with the package that a sandbox imports: a copy without the solutions.
 
     It is made once, for this process and the workers that it starts, and removed at the end.
     """
-    from grader.exam import exam_package, write_files
-
     if _PACKAGE not in os.environ:
         made = tempfile.TemporaryDirectory(prefix="labsupport-grade-")
         atexit.register(made.cleanup)
         folder, own = Path(made.name).resolve(), Path(grader.__file__).parent
-        write_files(folder, exam_package())
+        ignored = shutil.ignore_patterns(".*", "__pycache__", "project")  # a wheel's notebooks
+        package = Path(labsupport.__file__).parent
+        shutil.copytree(package, folder / "labsupport", ignore=ignored)
+        for file in (folder / "labsupport" / "checks").glob("*.py"):
+            text = without_solutions(file.read_text(encoding="utf-8"))
+            file.write_text(text, encoding="utf-8")
         # `paths.project_root()` then finds this folder, and nothing of the real one.
         (folder / "pyproject.toml").touch()
         (folder / "grader" / "remote").mkdir(parents=True)
@@ -69,6 +76,11 @@ def package_folder() -> Path:
         folder.chmod(0o755)
         os.environ[_PACKAGE] = str(folder)
     return Path(os.environ[_PACKAGE])
+
+
+def without_solutions(source: str) -> str:
+    """Return a module's text without the lines between its solution markers."""
+    return _SOLUTION.sub("", source)
 
 
 @functools.cache
@@ -203,6 +215,9 @@ def _wall(*places: str) -> list[str]:
             command += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             command += ["--ro-bind", path, path]
+    for path in site.getsitepackages():  # the lab, where its wheel is installed
+        for name in ("labsupport", "grader"):
+            command += ["--tmpfs", f"{path}/{name}"] if os.path.isdir(f"{path}/{name}") else []
     return [*command, "--chdir", "/tmp", "--remount-ro", "/"]
 
 

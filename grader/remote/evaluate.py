@@ -2,11 +2,8 @@
 
 The student's names in it stand for functions that are computed in the sandbox. What a process says
 of its memory is no proof, so checks of memory also look from outside, at a length where a matrix
-shows in the operating system's figures for the student's process:
-
-- what it took: the highest resident set since it was reset (/proc/PID/clear_refs, 5);
-- what it touched: the pages referenced since they were marked (clear_refs, 1), so that a buffer
-  made before the call shows. Now and then the system marks others, too: that wants a second look.
+shows in the student's process: its highest resident set since that was reset
+(/proc/PID/clear_refs, 5).
 """
 
 import ast
@@ -35,9 +32,7 @@ from labsupport.checks.verdict import CheckFailed, call, judge, passed, unpack
 from labsupport.profiling.units import format_bytes
 
 MIB = 2**20
-LOOKS = 3
-LIBRARIES = 64 * MIB  # code and small objects that any call touches
-BLOCK, LENGTHS = 512, ((4096, False), (8192, True))
+BLOCK, LENGTH = 512, 8192
 TILES = 48 * MIB  # more than any number of 512 x 512 tiles that a solution has names for
 # What was called, for the message; most bytes; draws inputs, and returns the call.
 Look = tuple[str, int, Callable[[], Callable[[], object]]]
@@ -63,35 +58,23 @@ def judges(session: Session) -> dict[str, Callable[..., None]]:
 def _limit(
     session: Session, what: str, most: int, prepare: Callable[[], Callable[[], object]]
 ) -> None:
-    """Refuse a call during which the sandbox takes or touches more than `most` bytes.
-
-    Where only the bytes touched are too many, they are looked at again, with other inputs.
-    """
-    used = 0
-    for _ in range(LOOKS):
-        ask = prepare()
-        session.compute("library", ("grader.remote.worker", "tidy"), (), {})
-        taken, touched = extra_memory(session.pid, ask)
-        used = max(taken, touched)
-        if taken > most or touched <= most:
-            break
-    if used > most:
+    """Refuse a call during which the sandbox takes more than `most` bytes."""
+    ask = prepare()
+    session.compute("library", ("grader.remote.worker", "tidy"), (), {})
+    if (taken := extra_memory(session.pid, ask)) > most:
         raise CheckFailed(
-            f"{what} the process took {format_bytes(used)} more than before, seen from outside; "
+            f"{what} the process took {format_bytes(taken)} more than before, seen from outside; "
             f"{format_bytes(most)} are enough without it."
         )
 
 
-def extra_memory(pid: int, ask: Callable[[], object]) -> tuple[int, int]:
-    """Return the bytes that a process takes and touches during `ask()`; raise NotWatchedError."""
+def extra_memory(pid: int, ask: Callable[[], object]) -> int:
+    """Return the bytes that a process takes during `ask()`; raise NotWatchedError."""
     files = Path(f"/proc/{pid}")
     try:
         before = _bytes(files / "status", "VmRSS")
-        for what in "15":
-            (files / "clear_refs").write_text(what)
-        untouched = _bytes(files / "smaps_rollup", "Referenced")
+        (files / "clear_refs").write_text("5")
         ask()
-        touched = _bytes(files / "smaps_rollup", "Referenced") - untouched
         most, after = _bytes(files / "status", "VmHWM"), _bytes(files / "status", "VmRSS")
     except OSError as error:
         raise NotWatchedError(
@@ -99,7 +82,7 @@ def extra_memory(pid: int, ask: Callable[[], object]) -> tuple[int, int]:
             "be root, or the same user, on Linux"
         ) from error
     # What gave back memory that was there before had room that was not measured.
-    return max(most - before, before - after, 0), max(touched - LIBRARIES, 0)
+    return max(most - before, before - after, 0)
 
 
 def _bytes(file: Path, name: str) -> int:
@@ -118,17 +101,17 @@ def _running_streams(student: Any) -> Iterator[Look]:
         require_maximum(call(student, scores, block), scores)
 
     what = f"with a row of {n:,} scores ({format_bytes(4 * n)}) and blocks of {block:,}"
-    # What arrives takes as much once, and the allocator half of it now and then; a whole row's
-    # exponentials make it twice at least.
-    yield what, int(1.8 * 4 * n), lambda: partial(stream, torch.randn(1, n))
+    # What arrives takes as much twice for a moment; a whole row's differences and exponentials make
+    # it three times.
+    yield what, int(2.5 * 4 * n), lambda: partial(stream, torch.randn(1, n))
 
 
 def _no_matrix(prepare: Callable[[int, bool], Callable[[], object]]) -> Iterator[Look]:
-    # 8192 x 8192 scores are 256 MiB, a mask of them 64; 4096 x 4096 scores are 64; Q, K, V and O 2.
+    # 8192 x 8192 scores are 256 MiB, a mask of them 64; Q, K, V and O 2.
     prepare(600, True)()
-    for n, is_causal in LENGTHS:
-        what = f"for seqlen {n:,}, head_dim 16, is_causal={is_causal}, blocks of {BLOCK}"
-        yield what, TILES, partial(prepare, n, is_causal)
+    for is_causal in (False, True):
+        what = f"for seqlen {LENGTH:,}, head_dim 16, is_causal={is_causal}, blocks of {BLOCK}"
+        yield what, TILES, partial(prepare, LENGTH, is_causal)
 
 
 def _forward_memory(student: Any) -> Iterator[Look]:
@@ -207,7 +190,6 @@ def _registered_memory(student: Any) -> Iterator[Look]:
         )
 
     for n_q, n_k, kv_heads, is_causal, most in (
-        (2048, 2048, 4, True, 64 * MIB),
         (2048, 2048, 4, False, 64 * MIB),
         (4, 2**16, 1, False, 48 * MIB),
     ):
@@ -265,41 +247,21 @@ class Outcome(NamedTuple):
 
 
 def evaluate_check(
-    source: str,
-    names: tuple[str, ...],
-    session: Session,
-    *,
-    version: str = "",
-    seed: int,
-    limit_s: float = 120.0,
+    source: str, names: tuple[str, ...], session: Session, *, seed: int, limit_s: float = 120.0
 ) -> Outcome:
     """Run a check cell on a student's functions; nothing that these do raises here.
 
-    The last definition of a name in the notebook counts. Where the check does not pass with it, and
-    another one stood there when the notebook came to the check, as `version`, that one counts too.
-    If the session's `failure` is set afterwards, it is over. Each `seed=` in the solved notebook's
-    source becomes one that is drawn from `seed`; `limit_s` is for all calls together.
+    The last definition of a name in the notebook counts. If the session's `failure` is set
+    afterwards, it is over. Each `seed=` in the solved notebook's source becomes one that is drawn
+    from `seed`; `limit_s` is for all calls together.
     """
     session.deadline = time.monotonic() + limit_s
-    status, message = _run(source, names, session, "", seed)
-    if status != "passed" and session.failure is None and _stood_there(names, session, version):
-        earlier = _run(source, names, session, version, seed)
-        if earlier[0] == "passed" or status == "not written":
-            status, message = earlier
+    status, message = _run(source, names, session, seed)
     session.deadline = None
     if session.failure is not None and status == "passed":
         status, message = "died", str(session.failure)
     kept = printable(message[:MAX_MESSAGE], "\n")
     return Outcome(status, kept, message.startswith(_UNJUDGED))
-
-
-def _stood_there(names: tuple[str, ...], session: Session, version: str) -> bool:
-    """Tell whether other objects stood under these names at the check, and all of them."""
-    try:
-        found = [session.remote(name, version) for name in names]
-    except (SessionDied, SessionTimeout):
-        return False
-    return all(one is not None for one, _ in found) and not all(same for _, same in found)
 
 
 def seeded(source: str, seed: int) -> ast.Module:
@@ -312,17 +274,16 @@ def seeded(source: str, seed: int) -> ast.Module:
     return tree
 
 
-def _run(
-    source: str, names: tuple[str, ...], session: Session, version: str, seed: int
-) -> tuple[str, str]:
+def _run(source: str, names: tuple[str, ...], session: Session, seed: int) -> tuple[str, str]:
     code = compile(seeded(source, seed), "<check>", "exec")
     printed = io.StringIO()
     try:
-        namespace: dict[str, Any] = {name: session.remote(name, version)[0] for name in names}
+        namespace: dict[str, Any] = {name: session.remote(name) for name in names}
         missing = [name for name, value in namespace.items() if value is None]
         if missing:
             return "failed", f"{missing[0]} is not defined: did its cell run to its end?"
-        namespace["checks"] = SimpleNamespace(**{**vars(checks), **judges(session)})
+        known = {name: getattr(checks, name) for name in checks.__all__}
+        namespace["checks"] = SimpleNamespace(**{**known, **judges(session)})
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
             exec(code, namespace)
     except checks.CheckFailed as failure:

@@ -47,6 +47,7 @@ class Session:
         self.failure: SessionDied | SessionTimeout | None = None
         self.deadline: float | None = None
         self.fused = False
+        self.notes: list[str] = []  # what the student's code called of the lab's answers
         self._asked = 0
         self.drop: list[int] = []  # calls whose backward pass is not wanted any more
         self._streams: list[Iterator[Any]] = []
@@ -56,28 +57,21 @@ class Session:
         self.failure = self.failure or SessionDied("the session was closed")
         self.connection.close()
 
-    def remote(self, name: str, version: str = "") -> tuple[Any, bool]:
-        """Return a stand-in for the student's object of that name; None where there is none.
-
-        The second value tells whether the last of the worker's namespaces ("") has the same object.
-        """
-        found = self._ask("describe", (version, name), (), {})["value"]
-        if not isinstance(found, dict):
-            self._fail(SessionDied(_NO_ANSWER))
-        target, same = (version, name), found.get("same") is True
-        match found.get("kind"):
+    def remote(self, name: str) -> Any:
+        """Return a stand-in for the student's object of that name; None where there is none."""
+        match self._ask("describe", name, (), {})["value"]:
             case "missing":
-                return None, same
+                return None
             case "function class":  # `apply` of a class like the student's runs over there
-                run = (version, f"{name}.apply")
+                run = f"{name}.apply"
                 apply = staticmethod(lambda *args: self.compute("call", run, args, {}))
-                members = {"apply": apply, "remote_target": target, "__module__": __name__}
-                return type(name, (torch.autograd.Function,), members), same
+                members = {"apply": apply, "remote_target": name, "__module__": __name__}
+                return type(name, (torch.autograd.Function,), members)
             case "kernel" | "stub" as kind:
-                return RemoteKernel(self, target, kind == "stub"), same
-        return RemoteFunction(self, target), same
+                return RemoteKernel(self, name, kind == "stub")
+        return RemoteFunction(self, name)
 
-    def compute(self, do: str, target: tuple[str, str], args: Any, kwargs: Any) -> Any:
+    def compute(self, do: str, target: Any, args: Any, kwargs: Any) -> Any:
         """Call ("call") a student's function over there, or one of a module there ("library").
 
         Raises:
@@ -90,7 +84,7 @@ class Session:
         match reply.get("changed"):
             case [int(position), *_]:
                 raise CheckFailed(
-                    f"{target[1]} changed its argument number {position} in place, but its caller "
+                    f"{target} changed its argument number {position} in place, but its caller "
                     "still needs it. Compute new values, or work on a copy."
                 )
         value = reply["value"]
@@ -104,14 +98,14 @@ class Session:
 
     def _refer(self, value: Any) -> Any:
         target = getattr(value, "remote_target", None)
-        if isinstance(target, tuple):
-            return ["name", list(target)]
+        if isinstance(target, str):
+            return ["name", target]
         if isinstance(value, Iterator):
             self._streams.append(value)
             return ["stream", len(self._streams) - 1]
         return None
 
-    def _ask(self, do: str, target: tuple[str, str], args: Any, kwargs: Any) -> dict[str, Any]:
+    def _ask(self, do: str, target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         if self.failure is not None:
             raise self.failure
         end = time.monotonic() + self.timeout_s
@@ -136,6 +130,7 @@ class Session:
             self._fail(SessionDied(f"{_NO_ANSWER}: {error}"))
         if reply.get("id") != self._asked or type(reply.get("id")) is not int:
             self._fail(SessionDied("the process answered another request"))
+        self.notes += [one for one in reply.get("notes") or () if isinstance(one, str)][:20]
         if raised is not None:
             raise raised
         if "value" not in reply:
@@ -179,9 +174,9 @@ class Session:
 class RemoteFunction:
     """A student's function: called like it, computed in the sandbox."""
 
-    def __init__(self, session: Session, target: tuple[str, str]) -> None:
+    def __init__(self, session: Session, target: str) -> None:
         self.session, self.remote_target = session, target
-        self.__name__ = self.__qualname__ = target[1]
+        self.__name__ = self.__qualname__ = target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute it over there; see `Session.compute`."""
@@ -199,9 +194,9 @@ class RemoteFunction:
 class RemoteKernel:
     """A student's `@triton.jit` function, or a `stub` of one; it runs in the lab's kernel."""
 
-    def __init__(self, session: Session, target: tuple[str, str], stub: bool) -> None:
+    def __init__(self, session: Session, target: str, stub: bool) -> None:
         self.session, self.remote_target, self.stub = session, target, stub
-        self.__name__ = target[1]
+        self.__name__ = target
 
     def run_update(self, *tensors: Tensor, **options: Any) -> Any:
         """Run the lab's kernel with this function as its update."""
@@ -228,7 +223,7 @@ class _Backward(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         session, number = ctx.graph.session, ctx.graph.number
-        given = session._ask("backward", ("", ""), (number, *gradients), {})["value"]
+        given = session._ask("backward", "", (number, *gradients), {})["value"]
         if not isinstance(given, tuple) or len(given) != ctx.wanted:
             session._fail(SessionDied(_NO_ANSWER))
         return None, None, *(one if isinstance(one, Tensor) else None for one in given)

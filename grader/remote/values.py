@@ -1,8 +1,8 @@
 """Values as bytes and back, for two processes of which one must not trust the other.
 
-A frame is a header in JSON and the raw numbers of tensors, as in the safetensors format. That
-library copies them twice, which would show in the checks of memory; here they arrive in place.
-Nothing in a frame names code: each value is of one of few kinds, and checked before it is built.
+A frame is a header in JSON, and the memory of its tensors in the safetensors format: one flat
+tensor each, of which the header says dtype, shape and stride. Nothing in a frame names code: each
+value is of one of few kinds, and checked before it is built.
 """
 
 import json
@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 MAX_BYTES = 2**30  # of a frame from the grader
 MAX_REPLY = 72 * 2**20  # of a frame from the sandbox
 MAX_HEADER = 4 * 2**20
-ALIGN = 64
 MAX_DEPTH, MAX_NODES, MAX_TEXT = 24, 20_000, 1_000_000
 _NAMES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8"
 DTYPES = {name: getattr(torch, name) for name in [*_NAMES.split(), "bool"]}
 Refer = Callable[[Any], Any]
-Frame = tuple[bytes, list[Any]]  # header; buffers
+Frame = tuple[bytes, bytes]  # header; tensors
 
 
 class FrameError(Exception):
@@ -58,17 +58,17 @@ def pack(value: Any, refer: Refer | None = None, limit: int = MAX_BYTES) -> Fram
         raise FrameError(f"a value that cannot travel: {error}") from None
     if len(header) > MAX_HEADER:
         raise FrameError("a value with too many parts")
-    return header, packer.buffers
+    return header, safetensors.torch.save(packer.flats)
 
 
-def unpack(frame: tuple[bytes, Tensor], resolve: Callable[[str, Any], Any] | None = None) -> Any:
-    """Return the value of a frame; tensors use its memory. Raise FrameError if it is no frame.
+def unpack(frame: Frame, resolve: Callable[[str, Any], Any] | None = None) -> Any:
+    """Return the value of a frame; raise FrameError if it is no frame.
 
     `resolve` is called with kind and content of the nodes that `pack`'s `refer` made.
     """
     try:
         header, body = frame
-        return _Unpacker(body, resolve).build(json.loads(header))
+        return _Unpacker(safetensors.torch.load(body), resolve).build(json.loads(header))
     except FrameError:
         raise
     except Exception as error:  # the parsers expect frames, and fail in many ways
@@ -99,7 +99,7 @@ def is_plain(value: Any) -> bool:
 class _Packer:
     def __init__(self, refer: Refer | None, limit: int) -> None:
         self.refer, self.limit = refer, limit
-        self.buffers: list[Any] = []
+        self.flats: dict[str, Tensor] = {}
         self.size = self.nodes = 0
 
     def node(self, value: Any, depth: int) -> Any:
@@ -155,31 +155,19 @@ class _Packer:
         flat = data.as_strided((span(data),), (1,))
         return ["tensor", [self.store(flat), list(x.shape), list(data.stride()), x.requires_grad]]
 
-    def store(self, flat: Tensor) -> list[Any]:
-        """Keep a tensor in one piece; return its dtype, its place in the body, and its count."""
-        name = str(flat.dtype).removeprefix("torch.")
-        if name not in DTYPES:
-            raise FrameError(f"numbers of a kind that does not travel: {name}")
-        data = flat.view(torch.uint8).numpy().data
-        place = [name, self.size, flat.numel()]
-        self.size += data.nbytes + -data.nbytes % ALIGN
+    def store(self, flat: Tensor) -> str:
+        """Keep a flat tensor; return its name."""
+        self.size += flat.nbytes
         if self.size > self.limit:
             raise FrameError("a value that is too large")
-        self.buffers += [data, bytes(-data.nbytes % ALIGN)]
-        return place
+        name = str(len(self.flats))
+        self.flats[name] = flat.clone()  # the format knows no memory that tensors share
+        return name
 
 
 class _Unpacker:
-    def __init__(self, body: Tensor, resolve: Any) -> None:
-        self.body, self.resolve, self.nodes = body, resolve, 0
-
-    def flat(self, place: Any) -> Tensor:
-        name, start, count = place
-        size = count * DTYPES[name].itemsize
-        if start % ALIGN or not 0 <= start <= start + size <= self.body.numel():
-            raise FrameError("numbers that are not there")
-        raw = self.body[start : start + size]
-        return raw.ne(0) if name == "bool" else raw.view(DTYPES[name])
+    def __init__(self, flats: dict[str, Tensor], resolve: Any) -> None:
+        self.flats, self.resolve, self.nodes = flats, resolve, 0
 
     def build(self, node: Any, depth: int = 0) -> Any:
         self.nodes += 1
@@ -200,11 +188,11 @@ class _Unpacker:
             case "dtype":
                 return DTYPES[content]
             case "array":
-                place, shape = content
-                return self.flat(place).numpy().reshape(shape)[()]
+                name, shape = content
+                return self.flats[name].numpy().reshape(shape)[()]
             case "tensor":
-                place, shape, stride, requires_grad = content
-                flat = self.flat(place)
+                name, shape, stride, requires_grad = content
+                flat = self.flats[name]
                 made = strided(flat, shape, stride, 0, span_limit=flat.numel())
                 return made.requires_grad_(requires_grad is True and made.is_floating_point())
             case "module" | "policy" | "table" | "foreign":
@@ -259,34 +247,27 @@ def _name(value: Any) -> str:
 
 
 def send(connection: socket.socket, frame: Frame) -> None:
-    """Send a frame: the lengths of both parts, the header, the buffers."""
-    header, buffers = frame
-    size = sum(len(one) for one in buffers)
-    connection.sendall(struct.pack(">QQ", len(header), size) + header)
-    for part in buffers:
-        connection.sendall(part)
+    """Send a frame: the lengths of both parts, the header, the tensors."""
+    header, body = frame
+    connection.sendall(struct.pack(">QQ", len(header), len(body)) + header)
+    connection.sendall(body)
 
 
-def receive(
-    connection: socket.socket, *, limit: int, deadline: float | None = None
-) -> tuple[bytes, Tensor]:
+def receive(connection: socket.socket, *, limit: int, deadline: float | None = None) -> Frame:
     """Return one whole frame, of at most `limit` bytes of tensors.
 
     Raises:
         FrameError, EOFError, TimeoutError: it is larger, the other end is gone, it is late.
     """
-    sizes = bytearray(16)
-    _fill(connection, memoryview(sizes), deadline)
-    length, size = struct.unpack(">QQ", sizes)
-    if length > MAX_HEADER or size > limit:
+    length, size = struct.unpack(">QQ", _read(connection, 16, deadline))
+    if length > MAX_HEADER or size > limit + MAX_HEADER:
         raise FrameError("a frame that is too large")
-    header, body = bytearray(length), torch.empty(size, dtype=torch.uint8)
-    _fill(connection, memoryview(header), deadline)
-    _fill(connection, body.numpy().data, deadline)
-    return bytes(header), body
+    return _read(connection, length, deadline), _read(connection, size, deadline)
 
 
-def _fill(connection: socket.socket, space: memoryview, deadline: float | None) -> None:
+def _read(connection: socket.socket, count: int, deadline: float | None) -> bytes:
+    data = bytearray(count)
+    space = memoryview(data)
     while space.nbytes:
         if deadline is not None:
             left = deadline - time.monotonic()
@@ -297,3 +278,4 @@ def _fill(connection: socket.socket, space: memoryview, deadline: float | None) 
         if not got:
             raise EOFError("the other end is gone")
         space = space[got:]
+    return bytes(data)

@@ -35,7 +35,6 @@ from grader.remote.refuse import hide_kernels, refuse
 from grader.remote.values import (
     MAX_BYTES,
     MAX_REPLY,
-    Frame,
     FrameError,
     is_plain,
     pack,
@@ -45,6 +44,7 @@ from grader.remote.values import (
     tensors_in,
     unpack,
 )
+from grader.remote.watch import Watch
 
 # Nothing is compiled here, and to import the compiler, as dispatch modes do, takes a second.
 _same: Any = lambda function=None, recursive=True: function or _same  # noqa: E731
@@ -78,17 +78,13 @@ def main(descriptor: str) -> None:
             return magic(name, line, _stack_depth=_stack_depth + 1)
 
     shell.run_line_magic = forgiving  # type: ignore[method-assign]
-    versions: dict[str, dict[str, Any]] = {}
     first_error = ""
+    watch = Watch()
     left = plan["own_cells_s"]
     signal.signal(signal.SIGALRM, _too_long)
     with open(os.devnull, "w") as sink, _REDIRECT[0](sink), _REDIRECT[1](sink):
         for number, step in enumerate(plan["steps"]):
             send(connection, pack({"step": number}))
-            if step["check"]:
-                names = shell.user_ns
-                versions[step["check"]] = {n: names[n] for n in step["names"] if n in names}
-                continue
             limit, start = plan["cell_timeout_s"], time.monotonic()
             if not step["exercise"]:
                 limit = max(1.0, min(limit, left))
@@ -96,9 +92,8 @@ def main(descriptor: str) -> None:
             first_error = first_error or error
             if not step["exercise"]:
                 left -= time.monotonic() - start
-    versions[""] = shell.user_ns
     send(connection, pack({"first_error": first_error}))
-    serve(versions, connection)
+    serve(shell.user_ns, connection, watch)
 
 
 def _run(shell: InteractiveShell, source: str, limit_s: float) -> str:
@@ -120,13 +115,9 @@ def _too_long(number: int, frame: Any) -> None:
     raise CellTimeout("the cell took longer than its limit")
 
 
-def serve(versions: dict[str, dict[str, Any]], connection: socket.socket) -> None:
-    """Answer the grader's requests until it closes the connection.
-
-    Names are looked up in `versions`: "" is the notebook's namespace after its last cell, the
-    others are what stood at a check.
-    """
-    worker = _Worker(versions, connection)
+def serve(names: dict[str, Any], connection: socket.socket, watch: Watch) -> None:
+    """Answer the grader's requests, for objects of these names, until it closes the connection."""
+    worker = _Worker(names, connection, watch)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             worker.answer()
@@ -134,9 +125,10 @@ def serve(versions: dict[str, dict[str, Any]], connection: socket.socket) -> Non
 
 
 class _Worker:
-    def __init__(self, versions: dict[str, dict[str, Any]], connection: socket.socket) -> None:
-        self.versions, self.connection = versions, connection
+    def __init__(self, names: dict[str, Any], connection: socket.socket, watch: Watch) -> None:
+        self.names, self.connection, self.watch = names, connection, watch
         self.graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self.leaves: list[Tensor] = []  # the arguments of the call that is answered
         self.allow = refuse()
 
     def answer(self) -> None:
@@ -149,9 +141,12 @@ class _Worker:
         out, err = (redirect(io.StringIO()) for redirect in _REDIRECT)
         try:
             with out, err, torch.set_grad_enabled(request["grad"]):
-                frame = getattr(self, f"do_{request['do']}")(request)
+                reply = getattr(self, f"do_{request['do']}")(request)
+            reply |= {"id": number, "notes": self.watch.taken()}
+            frame = pack(reply, self.refer, MAX_REPLY - 2**20)
         except BaseException as error:  # any error of the student's: sys.exit() too
-            frame = pack({"id": number, "error": _chain(error)})
+            notes = self.watch.taken()
+            frame = pack({"id": number, "notes": notes, "error": _chain(error)})
         del request  # and the arguments with it, before the next ones arrive
         send(self.connection, frame)
 
@@ -160,18 +155,17 @@ class _Worker:
 
     def resolve(self, kind: str, content: Any) -> Any:
         if kind == "name":
-            return self.find(*content)
+            return self.find(content)
         if kind == "stream":
             return self.stream(content)
         raise FrameError(f"no known kind: {kind}")
 
-    def find(self, version: str, name: str) -> Any:
+    def find(self, name: str) -> Any:
         """Return the student's object of this name, or an attribute of it."""
         first, *rest = name.split(".")
-        names = self.versions.get(version, {})
-        if first not in names:
+        if first not in self.names:
             raise NameError(f"name {first!r} is not defined")
-        return functools.reduce(getattr, rest, names[first])
+        return functools.reduce(getattr, rest, self.names[first])
 
     def stream(self, number: int) -> Iterator[Any]:
         """Ask for the values of the grader's iterator one at a time."""
@@ -182,51 +176,46 @@ class _Worker:
                 return
             yield answer.pop("item")
 
-    def do_describe(self, request: Any) -> Frame:
-        version, name = request["target"]
-        kind, same = "missing", False
+    def do_describe(self, request: Any) -> dict[str, Any]:
         with contextlib.suppress(NameError, AttributeError):
-            value = self.find(version, name)
-            kind, same = _kind_of(value), self.find("", name) is value
-        return pack({"id": request["id"], "value": {"kind": kind, "same": same}})
+            return {"value": _kind_of(self.find(request["target"]))}
+        return {"value": "missing"}
 
-    def do_library(self, request: Any) -> Frame:
+    def do_library(self, request: Any) -> dict[str, Any]:
         module, name = request["target"]
-        return self.do_call(request, getattr(importlib.import_module(module), name))
+        return self.run(request, getattr(importlib.import_module(module), name), student=False)
 
-    def do_call(self, request: Any, function: Any = None) -> Frame:
-        function = function or self.find(*request["target"])
-        args, kwargs, number = request["args"], request["kwargs"], request["id"]
-        leaves, given = list(tensors_in((args, kwargs))), [*args, *kwargs.values()]
+    def do_call(self, request: Any) -> dict[str, Any]:
+        return self.run(request, self.find(request["target"]), student=True)
+
+    def run(self, request: Any, function: Any, *, student: bool) -> dict[str, Any]:
+        """Call a function; note calls of the lab's answers, and which argument it changed."""
+        args, kwargs = request["args"], request["kwargs"]
+        self.leaves, given = list(tensors_in((args, kwargs))), [*args, *kwargs.values()]
         before = [_digest(one) for one in given]
-        with _watched(request) as modes:
+        with _watched(request) as modes, self.watch.calls(student=student):
             result = function(*args, **kwargs)
         changed = [i for i, one in enumerate(given, 1) if _digest(one) != before[i - 1]]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        outputs: list[Tensor] = []
-
-        def refer(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return None
-            if value.requires_grad:
-                outputs.append(value)
-                return None
-            return _as_view(value, leaves)
-
-        reply = {"id": number, "value": result, "changed": changed[:1], "modes": _seen(modes)}
-        frame = pack(reply | {"graph": bool(wanted)}, refer, MAX_REPLY - 2**20)
+        wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
+        outputs = [one for one in tensors_in(result) if one.requires_grad]
         if outputs and wanted:
-            self.graphs[number] = outputs, wanted
-        return frame
+            self.graphs[request["id"]] = outputs, wanted
+        reply = {"value": result, "changed": changed[:1], "modes": _seen(modes)}
+        return reply | {"graph": bool(wanted)}
 
-    def do_backward(self, request: Any) -> Frame:
+    def refer(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and not value.requires_grad:
+            return _as_view(value, self.leaves)
+        return None
+
+    def do_backward(self, request: Any) -> dict[str, Any]:
         number, *incoming = request["args"]
         outputs, leaves = self.graphs[number]
-        with _watched(request) as modes:
+        with _watched(request) as modes, self.watch.calls(student=True):
             gradients = torch.autograd.grad(
                 outputs, leaves, incoming, retain_graph=True, allow_unused=True
             )
-        return pack({"id": request["id"], "value": tuple(gradients), "modes": _seen(modes)})
+        return {"value": tuple(gradients), "modes": _seen(modes)}
 
 
 def tidy() -> None:
@@ -270,12 +259,12 @@ def _seen(modes: list[Any]) -> list[dict[str, Any]]:
 
 
 def _digest(value: Any) -> bytes:
-    """A hash of an argument's numbers."""
-    header, buffers = pack(value.detach() if isinstance(value, Tensor) else value)
-    made = hashlib.blake2b(header)
-    for part in buffers:
-        made.update(part)
-    return made.digest()
+    """Return a hash of an argument's numbers."""
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        x = value.detach()  # without a copy: it would show in the checks of memory
+        flat = x.as_strided((span(x),), (1,)).view(torch.uint8).numpy()
+        return hashlib.blake2b(flat, person=str(tuple(x.shape)).encode()[:16]).digest()
+    return hashlib.blake2b(b"".join(pack(value))).digest()
 
 
 def _as_view(x: Tensor, arguments: list[Tensor]) -> Any:

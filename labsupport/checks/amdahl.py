@@ -12,6 +12,7 @@ LLAMA_1B = dict(zip(SHAPE, (2048, 16, 8192, 128_256, 32, 8, 64), strict=True))
 SMOLLM2 = dict(zip(SHAPE, (576, 30, 1536, 49_152, 9, 3, 64), strict=True))
 
 
+### BEGIN SOLUTION
 def overall_speedup(share: float, speedup: float) -> float:
     """Return how many times as fast the whole becomes, by Amdahl's law.
 
@@ -90,6 +91,7 @@ The projections of q, k, v and o are missing.
 q and o are hidden x (heads * head_dim), which is not hidden x hidden in every model.
     (2 * heads + 2 * kv_heads) * head_dim -> 2 * (hidden + kv_heads * head_dim)
 """)
+### END SOLUTION
 
 
 def check_amdahl(student: Student, seed: int = 0) -> None:

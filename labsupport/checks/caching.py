@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.row_watch import RowWatch, by_hand
 from labsupport.checks.verdict import (
     CheckFailed,
@@ -33,6 +32,7 @@ Pieces = list[tuple[Tensor, Tensor]]
 History = list[tuple[Tensor, Tensor, int]]
 
 
+### BEGIN SOLUTION
 def replay(pieces: Pieces) -> History:
     """Return all keys and values after each piece, and the room in the buffers."""
     buffers, length, history = [k[:, :, :0] for k in pieces[0]], 0, []
@@ -159,6 +159,7 @@ The codes use half of the range or less: the largest absolute value must become 
 The scale comes back inverted: k is about codes * scale.
     to(torch.int8), scale -> to(torch.int8), 1 / scale
 """)
+### END SOLUTION
 
 
 def check_cache_values(student: Student, seed: int = 0) -> None:
@@ -220,7 +221,7 @@ def check_gather_pages(student: Student, seed: int = 0) -> None:
     for pages, length in (((4, 0, 6), 40), ((2,), 5), ((5, 1), 2 * PAGE)):
         arguments = (pool, torch.tensor(pages), length)
         given = tensor(call(student, *arguments))
-        right = reference(lambda arguments=arguments: gather_pages(*arguments))
+        right = gather_pages(*arguments)
         known = results(gather_pages, PAGE_MISTAKES, lambda f, a=arguments: f(*a))
         where = f"(table {list(pages)}, length {length}) "
         if not equal(given, right) and (say := explain(given, known)):
@@ -234,7 +235,7 @@ def check_quantise_keys(student: Student, seed: int = 0) -> None:
     k = draw(3, 20, 8, seed=seed) * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
     k[0, 3, 2] = -6.0  # the largest is negative
     codes, scale = unpack(call(student, k), ("codes", "scale"))
-    right = reference(lambda: quantise_keys(k))
+    right = quantise_keys(k)
     known = results(quantise_keys, QUANTISE_MISTAKES, lambda f: list(f(k)))
     if codes.dtype != torch.int8:
         raise CheckFailed(f"codes are {short(codes.dtype)}: use `.to(torch.int8)`.")
@@ -252,7 +253,7 @@ def check_quantise_keys(student: Student, seed: int = 0) -> None:
 
 def _history(student: Student, pieces: Pieces, what: str) -> History:
     given = call(student, pieces)
-    right = reference(lambda: replay(pieces))
+    right = replay(pieces)
     known = results(replay, REPLAY_MISTAKES, lambda f: f(pieces))
     if not isinstance(given, list | tuple) or len(given) != len(right):
         raise CheckFailed(f"replay must return one entry for each piece, not {kind(given)}.")

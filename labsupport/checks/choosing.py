@@ -21,7 +21,6 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Mistake,
@@ -46,6 +45,7 @@ Row = dict[str, Any]
 Workload = tuple[list[Row], int, str]  # rows, memory_bytes, dtype
 
 
+### BEGIN SOLUTION
 def choose(table: pd.DataFrame, *, memory_bytes: int, dtype: str) -> str | None:
     """Return the fastest backend that runs and fits; see the top of this file.
 
@@ -73,6 +73,9 @@ def choice(rows: list[Row], memory_bytes: int, dtype: str) -> str | None:
     return min(tied, key=_memory)["backend"]
 
 
+### END SOLUTION
+
+
 def _ms(row: Row) -> float:
     return row["ms"]
 
@@ -85,6 +88,7 @@ def _timed(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["ms"] == row["ms"]]
 
 
+### BEGIN SOLUTION
 LIMIT_MISTAKES = mistakes(r"""
 `status` is ignored: a row that is not "ok" is no candidate.
     [row for row in known if row["status"] == "ok"] -> _timed(known)
@@ -136,6 +140,9 @@ def _chain(tied: list[Row], row: Row) -> None:
     tied += [row] * (row["ms"] <= 1.05 * max(map(_ms, tied)))
 
 
+### END SOLUTION
+
+
 def check_choice_limits(student: Student, seed: int = 0) -> None:
     """Exercise 4-5 (a): what may run at all; the fastest of it; and None."""
     workloads = tables(seed)
@@ -158,7 +165,7 @@ def check_choice_sources(student: Student, seed: int = 0) -> None:
 
 
 def _judge(student: Student, workloads: Sequence[Workload], known: Sequence[Mistake]) -> None:
-    right = reference(lambda: [choice(*workload) for workload in workloads])
+    right = [choice(*workload) for workload in workloads]
     run = lambda f: [f(*one) for one in workloads]  # noqa: E731
     mistaken = results(choice, known, run)
     given = [_answer(student, *one, best) for one, best in zip(workloads, right, strict=True)]

@@ -29,6 +29,7 @@ GRADIENTS = ("the gradient of hidden", "the gradient of weight")
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden (tokens, width), weight (vocab, width), labels
 
 
+### BEGIN SOLUTION
 class ChunkedLoss(torch.autograd.Function):
     """Mean cross-entropy of hidden @ weight.T, with one chunk's logits at a time."""
 
@@ -129,6 +130,7 @@ If every token is ignored, divide by 1: max(count, 1), or
 count.clamp(min=1) of a tensor. The gradients are 0 then.
     .clamp(min=1) ->
 """)
+### END SOLUTION
 
 
 def check_loss_values(student: Any, seed: int = 0) -> None:

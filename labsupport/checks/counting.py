@@ -29,6 +29,7 @@ ORDERS = ("queries", "keys")
 NAMES = ("read", "written")
 
 
+### BEGIN SOLUTION
 def textbook_traffic(seqlen: int, head_dim: int, block_q: int) -> tuple[int, int]:
     """Return the elements read and written by textbook attention; see the top of this file.
 
@@ -124,6 +125,7 @@ add up ceil((r + 1) * block_q / block_k) for r = 0, 1, ...
 A block of keys passes whole even if one key is visible: round up.
     math.ceil(end / block_k) -> end // block_k
 """)  # noqa: E501
+### END SOLUTION
 
 
 def check_textbook_traffic(student: Student, seed: int = 0) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -28,6 +27,7 @@ from labsupport.distributed.by_hand import Comm, gradients_on_rank, layer_on_ran
 Log = list[tuple[str, int]]
 
 
+### BEGIN SOLUTION
 def average_each(parameters: Sequence[Tensor], comm: Comm, is_last: Callable[[], bool]) -> None:
     """Attach a hook to each parameter that averages its gradient over the ranks."""
 
@@ -180,6 +180,7 @@ reduce_scatter does.
 dx is averaged over the ranks, too. It belongs to this rank's inputs, and to no others.
     dx = dy @ weight -> dx = sum(ctx.comm.all_gather(dy @ weight).split(len(x))) / ctx.comm.world
 """)
+### END SOLUTION
 
 
 # --- rehearsals -----------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def check_buckets(student: Student, seed: int = 0) -> None:
         ):
             raise CheckFailed(f"return a list of lists of numbers, not {kind(given)}.")
         given = [list(bucket) for bucket in given]
-        right = reference(lambda a=(sizes, cap): make_buckets(*a))
+        right = make_buckets(sizes, cap)
         known = results(make_buckets, BUCKET_MISTAKES, lambda f, a=(sizes, cap): f(*a))
         if given != right:
             say = explain(given, known, lambda a, b: a == b)
@@ -304,7 +305,7 @@ def check_sharded_layer(student: Student, seed: int = 0) -> None:
     for world in (2, 3):
         arguments = _layer(world, seed)
         given = _ranks(student, *arguments, names=("y", "dx", "dshard", "alive", "log"))
-        right = reference(lambda a=arguments: _tensors(rehearsed_layer(ShardedLinear)(*a)))
+        right = _tensors(rehearsed_layer(ShardedLinear)(*arguments))
         known = results(
             ShardedLinear,
             SHARD_MISTAKES,
@@ -347,7 +348,7 @@ def _averages(
     student: Student, rehearsed: Any, solution: Any, table: Any, arguments: tuple[Any, ...]
 ) -> list[Any]:
     given = _ranks(student, *arguments)
-    right = reference(lambda: _gradients(rehearsed(solution)(*arguments)))
+    right = _gradients(rehearsed(solution)(*arguments))
     known = results(solution, table, lambda f: _gradients(rehearsed(f)(*arguments)))
     world, micro = arguments[1].shape[:2]
     where = f"({world} ranks, {micro} micro-batch{'es' if micro > 1 else ''}) "

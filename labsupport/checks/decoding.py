@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labsupport.attention import oracle_attention
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -25,6 +24,7 @@ from labsupport.checks.verdict import (
 )
 
 
+### BEGIN SOLUTION
 def visible(seqlen_q: int, seqlen_k: int, valid: Tensor | None = None) -> Tensor:
     """Return the mask of the last seqlen_q of seqlen_k tokens: True where a query may look."""
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)
@@ -54,6 +54,7 @@ Causal OR valid: a key must be both, in the past and text.
 The rows of padding tokens, which see no key, were filled. Leave them False: kernels give 0 there.
     return mask -> return mask | ~mask.any(-1, keepdim=True)
 """)
+### END SOLUTION
 
 
 def check_visible_positions(student: Student, seed: int = 0) -> None:
@@ -100,7 +101,7 @@ def check_visible_decoding(student: Student, seed: int = 0) -> None:
         for row, length in enumerate(lengths):
             padding = n - length
             text = [x[row, :, padding:end] for x in (q, k, v)]
-            alone = reference(lambda text=text: oracle_attention(*text, causal=True)[0])
+            alone = oracle_attention(*text, causal=True)[0]
             real = max(start, padding)  # what padding computes, nobody reads
             wanted, given = alone[:, real - padding :], out[row, :, real - start :]
             if not torch.allclose(given, wanted, rtol=0.0, atol=1e-10):
@@ -115,7 +116,7 @@ def check_visible_decoding(student: Student, seed: int = 0) -> None:
 def _judge(student: Student, seqlen_q: int, seqlen_k: int, valid: Tensor | None = None) -> None:
     arguments: Any = (seqlen_q, seqlen_k) if valid is None else (seqlen_q, seqlen_k, valid)
     where = f"visible({seqlen_q}, {seqlen_k}{', valid' if valid is not None else ''})"
-    given, right = tensor(call(student, *arguments), where), reference(lambda: visible(*arguments))
+    given, right = tensor(call(student, *arguments), where), visible(*arguments)
     # Two mistakes in a mask of few entries look like others by chance: no pairs.
     known = results(visible, MISTAKES, lambda f: f(*arguments), pairs=False)
     if given.dtype != torch.bool:

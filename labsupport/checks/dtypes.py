@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from labsupport.attention import compare_with_oracle, oracle_attention, standard_attention
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -34,6 +33,7 @@ WHY = {
 Inputs = tuple[Tensor, ...]  # q, k, v: (batch, seqlen, heads, head_dim)
 
 
+### BEGIN SOLUTION
 def half_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     """Return bfloat16 where an input is bfloat16 or too large for float16, otherwise float16."""
     for x in (q, k, v):
@@ -86,6 +86,7 @@ k and v are swapped.
 It is causal, and no mask was asked for.
     (q, k, v)[0] -> (q, k, v, causal=True)[0]
 """)
+### END SOLUTION
 
 
 def check_half_dtype_values(student: Student, seed: int = 0) -> None:
@@ -113,7 +114,7 @@ def check_half_dtype_edges(student: Student, seed: int = 0) -> None:
 
 def _judge_dtypes(student: Student, cases: list[Inputs]) -> None:
     given = [call(student, *case) for case in cases]
-    best = reference(lambda: [half_dtype(*case) for case in cases])
+    best = [half_dtype(*case) for case in cases]
     known = results(half_dtype, DTYPE_MISTAKES, lambda f: [f(*case) for case in cases])
     for case, dtype, right in zip(cases, given, best, strict=True):
         if not isinstance(dtype, torch.dtype):
@@ -136,7 +137,7 @@ def check_half_attention(student: Student, seed: int = 0) -> None:
     cases += [_inputs((BF16, F32, F16), seed, 32), _inputs((F32,) * 3, seed, 32)]
     cases[-1][2].view(-1)[9] = 1e5
     for inputs in cases:
-        half = reference(lambda inputs=inputs: half_dtype(*inputs))
+        half = half_dtype(*inputs)
         where = f"q, k, v are {', '.join(short(x.dtype) for x in inputs)}: "
         if inputs is cases[-1]:
             where = where.replace(":", " with a value of 1e5:")
@@ -183,8 +184,8 @@ def _judge_errors(tensors: list[Tensor], inputs: Inputs, half: torch.dtype, wher
         out = function(*(x.transpose(1, 2) for x in leaves))[0].transpose(1, 2)
         return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    exact = reference(lambda: by(oracle_attention, torch.float64))
-    textbook = reference(lambda: by(standard_attention, half))
+    exact = by(oracle_attention, torch.float64)
+    textbook = by(standard_attention, half)
     doubled = [x.detach().double() for x in inputs]
     known = results(full_attention, ATTENTION_MISTAKES, lambda f: f(*doubled))
     names = ("the output", "q's gradient", "k's gradient", "v's gradient")
@@ -210,7 +211,7 @@ def _check_that_the_kernel_gets_half(student: Student) -> None:
     k[0, :, 0, :2] = torch.tensor([[10.02, 10.02], [10.04, 9.985]])
     v[0, 1] = 1.0
     out = call(student, q, k, v)
-    exact = reference(lambda: full_attention(*(x.double() for x in (q, k, v))).mean())
+    exact = full_attention(*(x.double() for x in (q, k, v))).mean()
     if abs(out.double().mean() - exact) < 0.002:  # with k, or the scores, rounded: at least 0.004
         raise CheckFailed(
             "the inputs reach the kernel in float32, and only the result is rounded: cast q, k and "

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -36,6 +35,7 @@ IGNORED = -100
 # --- 3-8: gradient accumulation -------------------------------------------------------------------
 
 
+### BEGIN SOLUTION
 def accumulated_gradient(weight: Tensor, hidden: Tensor, labels: Tensor, parts: int) -> Tensor:
     """Return the gradient of the mean loss over all labels that count, one part after another."""
     weight = weight.clone().requires_grad_()
@@ -61,6 +61,7 @@ The sum of a part is divided by the number of parts, not by the number of labels
 It is divided by the labels and by the number of parts: each label would count too little.
     / count -> / count / parts
 """)
+### END SOLUTION
 
 ACCUMULATION_CAUSES = {
     "a": "If gradients of an earlier step were still there, the first step would be right, and an "
@@ -74,9 +75,13 @@ ACCUMULATION_CAUSES = {
 }
 
 
+### BEGIN SOLUTION
 def accumulation_cause() -> str:
     """Return the letter of the cause in exercise 3-8."""
     return "c"
+
+
+### END SOLUTION
 
 
 def check_accumulation(student: Student, seed: int = 0) -> None:
@@ -84,12 +89,12 @@ def check_accumulation(student: Student, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parts, ignored in ((4, (0, 5, 1, 3)), (3, (2, 2, 2)), (2, (0, 6))):
         weight, hidden = draw(7, 5, seed=seed + parts), draw(8 * parts, 5, seed=seed + parts + 9)
-        labels = reference(lambda n=parts: torch.randint(7, (8 * n,), generator=generator)).clone()
+        labels = torch.randint(7, (8 * parts,), generator=generator).clone()
         for i, n in enumerate(ignored):
             labels[8 * i : 8 * i + n] = IGNORED
         arguments = weight, hidden, labels, parts
         letter, gradient = values(call(student, *arguments), ("cause", "gradient"))
-        right = reference(lambda a=arguments: accumulated_gradient(*a))
+        right = accumulated_gradient(*arguments)
         known = results(accumulated_gradient, ACCUMULATION_MISTAKES, lambda f, a=arguments: f(*a))
         where = f"({parts} parts with {', '.join(str(8 - n) for n in ignored)} labels) "
         gradient = tensor(gradient, "the gradient")
@@ -134,6 +139,7 @@ class VirtualGpu:
         self._now = max(self._now, self._done)
 
 
+### BEGIN SOLUTION
 def median_ms(gpu: VirtualGpu, repeats: int) -> float:
     """Return the median time of a call that finds the cache empty."""
     gpu.launch("call")
@@ -169,6 +175,7 @@ That is a mean, and the first call's compiling is in it: leave it out, and take 
     gpu.launch("call")\n    times = [] -> times = []
     statistics.median -> statistics.mean
 """)
+### END SOLUTION
 
 CLOCK_CAUSES = {
     "a": "If the clock did not wait for the call, each line would show about 0.01 ms, the time of "
@@ -181,9 +188,13 @@ CLOCK_CAUSES = {
 }
 
 
+### BEGIN SOLUTION
 def clock_cause() -> str:
     """Return the letter of the cause in exercise 4-6."""
     return "d"
+
+
+### END SOLUTION
 
 
 def check_clock(student: Student, seed: int = 0) -> None:
@@ -192,7 +203,7 @@ def check_clock(student: Student, seed: int = 0) -> None:
     for case in cases:
         *sizes, repeats = case
         letter, ms = values(call(student, *case), ("cause", "the median"))
-        right = reference(lambda s=sizes, n=repeats: median_ms(VirtualGpu(*s), n))
+        right = median_ms(VirtualGpu(*sizes), repeats)
         known = results(
             median_ms, CLOCK_MISTAKES, lambda f, s=sizes, n=repeats: f(VirtualGpu(*s), n)
         )
@@ -223,7 +234,7 @@ def _judge_cause(letter: Any, cause: Callable[[], str], said: Mapping[str, str])
     letter = letter.strip().lower() if isinstance(letter, str) else letter
     if letter not in said:
         raise CheckFailed(f"the cause is one of {', '.join(map(repr, said))}, not {letter!r}.")
-    if letter != reference(cause):
+    if letter != cause():
         raise CheckFailed(
             f"The program is right now, but {letter!r} was not its fault. {said[letter]}"
         )

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.row_watch import by_hand
 from labsupport.checks.verdict import (
     CheckFailed,
@@ -28,6 +27,7 @@ FORWARD_NAMES, BACKWARD_NAMES = ("out", "lse"), ("dq", "dk", "dv")
 Inputs = tuple[Tensor, Tensor, Tensor]  # q, k, v
 
 
+### BEGIN SOLUTION
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
@@ -266,6 +266,7 @@ D is the sum of dO * O over the last dimension, head_dim: this one runs over the
 dS is the gradient of the scaled scores S: the scale comes later, in dQ and dK.
     p * ( -> v.shape[-1] ** -0.5 * p * (
 """)
+### END SOLUTION
 
 
 # --- forward --------------------------------------------------------------------------------------
@@ -341,7 +342,7 @@ def check_forward_memory(student: Student) -> None:
             output without a mask is wrong, so that a stub that computes nothing cannot pass.
     """
     inputs = _qkv(1, n_q=256, n_k=256, seed=0)
-    exact = reference(lambda: flash_forward(*inputs, False, 32, 32)[:1])  # of the output alone
+    exact = flash_forward(*inputs, False, 32, 32)[:1]  # of the output alone
     _judge_memory(student, lambda is_causal: inputs, FORWARD_NAMES, exact)
 
 
@@ -394,7 +395,7 @@ def check_score_gradient(student: Student, seed: int = 0) -> None:
     """Exercise 1-5, step 2: dS of one tile, which is only a part of its rows."""
     q, k, v = _qkv(2, n_q=32, n_k=48, seed=seed)
     dout = draw(*q.shape, seed=seed + 7)
-    out, lse = reference(lambda: flash_forward(q, k, v, False, 8, 16))
+    out, lse = flash_forward(q, k, v, False, 8, 16)
     rows, cols = slice(8, 16), slice(16, 32)
     s = q[:, rows] @ k[:, cols].mT / q.shape[-1] ** 0.5
     arguments = torch.exp(s - lse[:, rows, None]), dout[:, rows], out[:, rows], v[:, cols]
@@ -429,10 +430,10 @@ def check_backward_memory(student: Student) -> None:
     dout = torch.ones_like(inputs[0])
 
     def arguments(is_causal: bool) -> Any:
-        return dout, *inputs, *reference(lambda: flash_forward(*inputs, is_causal, 32, 32))
+        return dout, *inputs, *flash_forward(*inputs, is_causal, 32, 32)
 
     unmasked: Any = (*arguments(False), False, 32, 32)
-    exact = reference(lambda: flash_backward(*unmasked))
+    exact = flash_backward(*unmasked)
     _judge_memory(student, arguments, BACKWARD_NAMES, exact)
 
 
@@ -448,7 +449,7 @@ def _judge_backward(
 ) -> None:
     inputs = _qkv(2, n_q=n_q, n_k=n_k, seed=seed)
     dout = draw(*inputs[0].shape, seed=seed + 7)
-    forward = reference(lambda: flash_forward(*inputs, is_causal, *blocks))
+    forward = flash_forward(*inputs, is_causal, *blocks)
     arguments = (dout, *inputs, *forward, is_causal, *blocks)
     names, known = BACKWARD_NAMES, BACKWARD_MISTAKES
     options: Any = {"judged": judged, "where": where, "factor": 3}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Mistake,
@@ -28,6 +27,7 @@ from labsupport.checks.verdict import (
 )
 
 
+### BEGIN SOLUTION
 def causal_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """Return whether a query may see a key: itself, and what comes before it."""
     return kv_idx <= q_idx
@@ -192,6 +192,7 @@ These are numbers of pairs, not of tiles.
 A tile counts as skipped unless all of it is visible: skip those in which nothing is.
     skipped += seen == 0 -> skipped += seen < block_q * block_k
 """)
+### END SOLUTION
 
 
 def check_causal_mask(student: Student, seed: int = 0) -> None:
@@ -253,7 +254,7 @@ def _judge_mask(
     arguments = (*captured, *_indices())
     with _explained():
         given = tensor(call(student, *arguments), "the mask")
-    right = reference(lambda: _everywhere(solution(*arguments)))
+    right = _everywhere(solution(*arguments))
     # Two mistakes in a mask of few entries look like others by chance: no pairs.
     run = lambda f: _everywhere(f(*arguments))  # noqa: E731
     wrong = results(solution, known, run, pairs=False)

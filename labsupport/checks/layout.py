@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Mistake,
@@ -25,6 +24,7 @@ from labsupport.checks.verdict import (
 QKV = ("q", "k", "v")
 
 
+### BEGIN SOLUTION
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """Return (batch, seqlen, heads * head_dim) as (batch, seqlen, heads, head_dim)."""
     return x.unflatten(-1, (heads, -1))
@@ -85,6 +85,7 @@ K and V were repeated to q's heads, which copies them; flash-attn takes kv_heads
     return q, k, v -> return q, *(x.repeat_interleave(heads // kv_heads, 2) for x in (k, v))
     2) for x -> 2) if heads > kv_heads else x for x
 """)
+### END SOLUTION
 
 
 def check_split_heads(student: Student, seed: int = 0) -> None:
@@ -137,7 +138,7 @@ def _judge(
     run: Callable[[Callable[..., Any]], Tensor],
 ) -> None:
     """Refuse anything but the expected numbers in the memory of `source`."""
-    expected, mistaken = reference(lambda: run(solution)), results(solution, known, run)
+    expected, mistaken = run(solution), results(solution, known, run)
     judge(name, tensor(result, name), expected, allowed=0.0, mistakes=mistaken)
     if result.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
         raise CheckFailed(

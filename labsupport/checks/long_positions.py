@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     Mistake,
     Student,
@@ -25,6 +24,7 @@ from labsupport.checks.verdict import (
 )
 
 
+### BEGIN SOLUTION
 def interpolated(head_dim: int, base: float, factor: float) -> Tensor:
     """Return the frequencies, (head_dim // 2,), of positions divided by `factor`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
@@ -162,6 +162,7 @@ The attention factor is upside down: it makes queries and keys larger.
 The attention factor is always 1: scores are to be sharpened, too.
     0.1 * math.log(factor) + 1 -> 1.0
 """)
+### END SOLUTION
 
 
 def check_interpolated(student: Student, seed: int = 0) -> None:
@@ -195,7 +196,7 @@ def check_yarn(student: Student, seed: int = 0) -> None:
         return torch.tensor([function(*case)[1] for case in cases])
 
     given = [number(factor, "the attention factor") for _, factor in found]
-    right, known = reference(lambda: factors(yarn)), results(yarn, FACTOR_MISTAKES, factors)
+    right, known = factors(yarn), results(yarn, FACTOR_MISTAKES, factors)
     of = ", ".join(f"{case[2]:g}" for case in cases)
     judge(
         f"the attention factor, for factors of {of},",
@@ -219,7 +220,7 @@ def _judge(
         found = [function(*case) for case in cases]
         return [one[0] if isinstance(one, tuple) else one for one in found]
 
-    right, known = reference(lambda: run(solution)), list(results(solution, table, run))
+    right, known = run(solution), list(results(solution, table, run))
     mine = [tensor(one, "the frequencies") for one in given]
     say = explain(mine, known, _same)
     for i, case in enumerate(cases):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -31,6 +30,7 @@ def chosen_letter(value: Any) -> str:
     return letter
 
 
+### BEGIN SOLUTION
 def rows_that_leak(seqlen: int, gap: int) -> int:
     """Return the number of tokens whose output depends on tokens that they must not see."""
     return min(gap, seqlen)
@@ -133,6 +133,7 @@ A token `gap` before is near enough to be seen: the comparison was right.
 The rows without a key are missing: their output is 0.
     return weights.nan_to_num() @ x -> return (weights.nan_to_num() @ x)[gap:]
 """)
+### END SOLUTION
 
 
 def check_leaking_rows(student: Student, seed: int = 0) -> None:
@@ -144,7 +145,7 @@ def check_leaking_rows(student: Student, seed: int = 0) -> None:
 
 def check_leak_cause(student: Student) -> None:
     """Exercise 1-8: the cause, out of six."""
-    given, right = chosen_letter(call(student)), reference(leak_cause)
+    given, right = chosen_letter(call(student)), leak_cause()
     refuted = results(leak_cause, CAUSE_MISTAKES, lambda f: f(), pairs=False)
     if given != right:
         raise CheckFailed(f"{given} is not the cause. {explain(given, refuted, operator.eq)}")

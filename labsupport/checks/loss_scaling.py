@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -37,6 +36,7 @@ FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 # --- step 1: what the tracker has seen ------------------------------------------------------------
 
 
+### BEGIN SOLUTION
 def lost_share(frame: pd.DataFrame) -> float:
     """Return the share of the gradients' entries that are 0.
 
@@ -96,6 +96,7 @@ float16 ends at 65,504. With 65,536 in its place a gradient of exactly 2 to some
 A sum has no meaning here: the largest gradient overflows first.
     .max() -> .sum()
 """)
+### END SOLUTION
 
 
 def check_lost_share(student: Student, seed: int = 0) -> None:
@@ -144,6 +145,7 @@ def _frame(seed: int) -> pd.DataFrame:
 # --- step 2: a scale that adapts ------------------------------------------------------------------
 
 
+### BEGIN SOLUTION
 def unscale(gradients: Tensors, scale: float) -> tuple[list[Tensor], bool]:
     """Divide gradients by the scale in float32, and say if all of their entries are finite.
 
@@ -178,6 +180,7 @@ Only the first gradient is looked at.
 Only the last gradient is looked at.
     for g in gradients) -> for g in gradients[-1:])
 """)
+### END SOLUTION
 
 
 def check_unscale(student: Student, seed: int = 0) -> None:
@@ -198,7 +201,7 @@ def check_unscale(student: Student, seed: int = 0) -> None:
         parts = [_flat(theirs, given) * scale for (given, scale), (theirs, _) in every]
         return torch.cat(parts), [_truth(finite) for _, finite in pairs]
 
-    (given, flags), (right, fine) = run(student), reference(lambda: run(unscale))
+    (given, flags), (right, fine) = run(student), run(unscale)
     known = results(unscale, UNSCALE_MISTAKES, lambda f: run(f)[0])
     known_flags = results(unscale, FINITE_MISTAKES, lambda f: run(f)[1])
     judge("the gradients, times the scale,", given, right, allowed=1e-7, mistakes=known)
@@ -235,6 +238,7 @@ def _truth(value: Any) -> bool:
     return value
 
 
+### BEGIN SOLUTION
 def next_scale(scale: float, good_steps: int, finite: bool, interval: int) -> tuple[float, int]:
     """Halve the scale after an overflow; double it after `interval` good steps in a row.
 
@@ -274,6 +278,7 @@ The good step itself is not counted.
 It is the other way round: `finite` is True where nothing overflowed.
     if not finite -> if finite
 """)
+### END SOLUTION
 
 
 def check_next_scale(student: Student, seed: int = 0) -> None:
@@ -289,6 +294,7 @@ def check_next_scale(student: Student, seed: int = 0) -> None:
 # --- step 3: master weights -----------------------------------------------------------------------
 
 
+### BEGIN SOLUTION
 def master_step(
     weights: Tensors, masters: Tensors, gradients: Tensors, optimizer: torch.optim.Optimizer
 ) -> None:
@@ -332,6 +338,7 @@ The optimizer steps twice.
 You subtract the gradient from the weights, too: the masters alone are changed, the weights follow.
     weight.copy_(master) -> weight.copy_(master); weight.sub_(master.grad.to(weight.dtype))
 """)  # fmt: skip  # noqa: E501
+### END SOLUTION
 
 
 def check_master_step(student: Student, seed: int = 0) -> None:
@@ -354,7 +361,7 @@ def check_master_step(student: Student, seed: int = 0) -> None:
                 return call(_stepped(f), *arguments)[which]
 
             known = results(master_step, MASTER_MISTAKES, run)
-            given, right = run(student), reference(lambda run=run: run(master_step))
+            given, right = run(student), run(master_step)
             # In float16 too the steps differ by more than what an order of sums can do.
             near = (1e-2 if which else 1e-3) * 2 * spacing
             judge(name, given, right, allowed=near, mistakes=known)

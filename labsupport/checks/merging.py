@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -34,6 +33,7 @@ HIGH = 1000.0  # beyond what exp can represent, in float64 too
 HELD = 3  # parts that a solution may hold at a time: variables outlive their use
 
 
+### BEGIN SOLUTION
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Result:
     """Return the running result and one more partial result, over the keys of both."""
     both = torch.logaddexp(lse, part_lse)
@@ -124,6 +124,7 @@ The running lse is not carried on: use the one that the last step returned.
 Only the first two parts are merged.
     part, part_lse)\n -> part, part_lse); break\n
 """)
+### END SOLUTION
 
 
 def check_merge_values(student: Student, seed: int = 0) -> None:
@@ -213,7 +214,7 @@ def _judge_half(student: Student, parts: Sequence[Result], given: Any = None) ->
     if lse.dtype != torch.float32:
         raise CheckFailed(f"{where}lse is {lse.dtype}, but it must stay float32.")
     doubled = exactly(parts)
-    exact, exact_lse = reference(lambda: merge_all(doubled))
+    exact, exact_lse = merge_all(doubled)
     known = results(merge_all, ALL_MISTAKES, lambda f: f(doubled)[1])
     judge(where + "lse", lse, exact_lse, allowed=2e-5, mistakes=known)
     # One rounding moves a number by half a unit in its last place at most.

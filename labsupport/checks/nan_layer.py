@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.lookahead import chosen_letter
 from labsupport.checks.verdict import (
     CheckFailed,
@@ -25,6 +24,7 @@ from labsupport.checks.verdict import (
 )
 
 
+### BEGIN SOLUTION
 def nan_cause() -> tuple[int, str]:
     """Return the layer in which the first NaN appears, counted from 0, and the cause's letter."""
     return 7, "E"
@@ -90,6 +90,9 @@ def _overflowing(q: Tensor, k: Tensor, cut: bool = False) -> Tensor:
     return products.clamp(-65_504, 65_504) / q.shape[-1] ** 0.5
 
 
+### END SOLUTION
+
+
 _EVIDENCE = (
     "The tracker's report lists the modules in order: the first with a NaN is in that layer."
 )
@@ -99,7 +102,7 @@ def check_nan_cause(student: Student) -> None:
     """Exercise 2-8: the layer in which the first NaN appears, and the cause, out of six."""
     layer, letter = values(call(student), ("the layer", "the letter"))
     given = number(layer, "the layer"), chosen_letter(letter)
-    right = reference(nan_cause)
+    right = nan_cause()
     refuted = list(results(nan_cause, CAUSE_MISTAKES, lambda f: f(), pairs=False))
     for one, what, is_right in (
         ((given[0], right[1]), f"{given[0]} is not the layer.", given[0] == right[0]),

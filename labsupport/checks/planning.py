@@ -14,6 +14,7 @@ TINY = {"width": 128, "layers": 4, "heads": 4, "mlp_width": 512, "vocab": 257}
 GPT2_SMALL = {"width": 768, "layers": 12, "heads": 12, "mlp_width": 3072, "vocab": 50_257}
 
 
+### BEGIN SOLUTION
 def held_bytes(
     seqlen: int,
     width: int,
@@ -143,6 +144,7 @@ In the MLP's backward the gradient of the classifier, vocab * width, is missing:
 In attention's backward the gradient of the classifier, vocab * width, is missing: it stays.
     classifier + again + 2 -> again + 2
 """)
+### END SOLUTION
 
 
 def check_kept_blocks(student: Student, seed: int = 0) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+### BEGIN SOLUTION
 def launch_gap(trace: pd.DataFrame) -> float:
     """Return the share of the time from the first start to the last end in which nothing runs.
 
@@ -167,6 +167,7 @@ The reason is right; its cycles are divided by the sum of all rows, "selected" t
 and average each reason over the launches.
     waits.sum() -> own["cycles"].sum()
 """)  # noqa: E501
+### END SOLUTION
 
 
 def check_launch_gap(student: Student, seed: int = 0) -> None:
@@ -197,7 +198,7 @@ def check_stall(student: Student, seed: int = 0) -> None:
 
     given = run(lambda *case: call(_careful(student), *case))
     right, known = (
-        reference(lambda: [list(x) for x in run(stall)]),
+        [list(x) for x in run(stall)],
         results(stall, STALL_MISTAKES, run),
     )
     for (report, name), ours, theirs in zip(cases, right, given, strict=True):

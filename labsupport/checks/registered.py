@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from labsupport.attention import oracle_attention, standard_attention
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -29,6 +28,7 @@ from labsupport.profiling.memory import LargestTensor
 NAME = "labsupport_check"
 
 
+### BEGIN SOLUTION
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None
 ) -> Tensor:
@@ -88,6 +88,7 @@ grouped heads as they are; repeat nothing.
     q, k, v = -> n = query.shape[1] // key.shape[1]\n    q, k, v =
     (query, key, value)) -> (query, key.repeat(1, n, 1, 1), value.repeat(1, n, 1, 1)))
 """)
+### END SOLUTION
 
 
 def check_registered_values(student: Student, seed: int = 0) -> None:
@@ -173,7 +174,7 @@ def check_registered_memory(student: Student) -> None:
             )
         if not is_causal:
             where = "(no mask; memory is judged only where the result is right) out"
-            right = reference(lambda given=given: lab_attention(*given)[0])
+            right = lab_attention(*given)[0]
             judge(where, out, right, allowed=1e-3)
     passed("no matrix of scores, and no repeated keys")
 

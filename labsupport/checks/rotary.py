@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -28,6 +27,7 @@ ANGLE_NAMES = ("cos", "sin")
 FAR = 100_000
 
 
+### BEGIN SOLUTION
 def rotary_angles(
     positions: Tensor, head_dim: int, base: float = 10_000.0
 ) -> tuple[Tensor, Tensor]:
@@ -117,6 +117,7 @@ The columns were permuted. The rows make the numbers of a head; columns read x.
     weight.unflatten -> weight.T.unflatten
     (weight.shape) -> (weight.T.shape).T
 """)
+### END SOLUTION
 
 
 def check_rope_angles(student: Student, seed: int = 0) -> None:
@@ -190,7 +191,7 @@ def check_rope_conventions(student: Student, seed: int = 0) -> None:
                 f"{where}the result has shape {tuple(new[0].shape)}, but the weight's, "
                 f"{tuple(weights[0].shape)}, was expected."
             )
-        right = reference(lambda w=weights, h=heads: [pairs_to_halves(one, h) for one in w])
+        right = [pairs_to_halves(one, heads) for one in weights]
         known = results(pairs_to_halves, ROW_MISTAKES, lambda f, a=(weights[0], heads): f(*a))
         if all(map(equal, new, right)):
             continue
@@ -226,7 +227,7 @@ def _judge_half(student: Student, positions: Tensor, seed: int) -> None:
     result = tensor(call(student, x, cos, sin))
     if result.dtype != x.dtype:
         raise CheckFailed(f"x is bfloat16, the result {result.dtype}: cast it back, .to(x.dtype).")
-    exact = reference(lambda: apply_rope(x.double(), cos.double(), sin.double()))
+    exact = apply_rope(x.double(), cos.double(), sin.double())
     # bfloat16 has 8 significant bits: one rounding moves a number by 2**-8 of itself at most.
     if ((result.double() - exact).abs() > exact.abs() * 2**-8 + 1e-5).any():
         raise CheckFailed(
@@ -236,7 +237,7 @@ def _judge_half(student: Student, positions: Tensor, seed: int) -> None:
 
 
 def _tables(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    return reference(lambda: rotary_angles(positions, head_dim))
+    return rotary_angles(positions, head_dim)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from labsupport.checks.verdict import Student, draw, judge_call, judge_numbers, mistakes, passed
 
 
+### BEGIN SOLUTION
 def textbook_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -91,6 +92,7 @@ The memory grows with the square of the length: take a square root.
 A length is a whole number: round down (math.isqrt does).
     math.isqrt(memory // -> math.sqrt(memory /
 """)
+### END SOLUTION
 
 
 def check_textbook_values(student: Student, seed: int = 0) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from labsupport.attention.kernels import mode
-from labsupport.checks.cases import reference
 from labsupport.checks.row_watch import RowWatch, by_hand
 from labsupport.checks.verdict import (
     CheckFailed,
@@ -37,6 +36,7 @@ BLOCK = 16
 NAMES = ("out", "lse")
 
 
+### BEGIN SOLUTION
 def add(x: Tensor, y: Tensor, block: int) -> Tensor:
     """Return x + y, block by block."""
     out = torch.zeros_like(x)
@@ -155,6 +155,7 @@ lse holds m alone: add the logarithm of l.
 A row that sees no key gives NaN: divide by 1 where l is 0.
     torch.where(l == 0, 1.0, l) -> l
 """)
+### END SOLUTION
 
 
 def check_triton_add(student: Student, seed: int = 0) -> None:
@@ -213,7 +214,7 @@ def check_triton_flash_skips(student: Student, seed: int = 0) -> None:
             "tiles are loaded and masked. End the loop after the block's last visible key."
         )
     seen = [x[:, :near].double() for x in (q, k, v)]
-    right = reference(lambda: flash(seen[0], seen[1], seen[2], True, BLOCK))
+    right = flash(seen[0], seen[1], seen[2], True, BLOCK)
     judge("out", out[:, :near], right[0], allowed=_allowed())
     passed("tiles in the future are skipped", seed)
 
@@ -223,7 +224,7 @@ def _flash(student: Student, inputs: Any, causal: bool, allowed: float | None = 
     where = f"(seqlen_q {q.shape[1]}, seqlen_k {k.shape[1]}, causal {causal}, {short(q.dtype)}) "
     given = unpack(call(_launched(student), *inputs, causal, BLOCK), NAMES)
     exact: Any = (*(x.double() for x in inputs), causal, BLOCK)
-    right = reference(lambda: flash(*exact))
+    right = flash(*exact)
     for i, name in enumerate(NAMES):
         wrong = results(flash, FLASH_MISTAKES, lambda f, i=i: f(*exact)[i])
         judge(where + name, given[i], right[i], allowed=allowed or _allowed(), mistakes=wrong)

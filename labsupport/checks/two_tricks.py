@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -33,6 +32,7 @@ from labsupport.checks.verdict import (
 NAMES = ("r", "l", "o", "rescaled")
 
 
+### BEGIN SOLUTION
 def exp2_by_bits(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     """Return 2**x by a polynomial and the exponent's bits, without an exponential.
 
@@ -216,6 +216,7 @@ Rows that have seen no key yet count as rescaled: they have nothing to rescale.
 `rescaled` marks the rows that were not rescaled.
     rises & (r > -torch.inf) -> ~rises
 """)
+### END SOLUTION
 
 
 def check_exp2_bits(student: Student, seed: int = 0) -> None:
@@ -226,7 +227,7 @@ def check_exp2_bits(student: Student, seed: int = 0) -> None:
         x[2, :4] = torch.tensor([-torch.inf, -130.0, -300.5, -1e6])
         coefficients = _series(degree, at)
         given = tensor(call(student, x, coefficients))
-        right = reference(lambda a=(x, coefficients): exp2_by_bits(*a))
+        right = exp2_by_bits(x, coefficients)
         known = results(
             exp2_by_bits, BIT_MISTAKES, lambda f, a=(x, coefficients): f(*a), pairs=False
         )
@@ -283,7 +284,7 @@ def check_smallest_degree(student: Student, seed: int = 0) -> None:
     cases.append((cases[0][0][:3], torch.float32))  # none is good enough
     cases.append(([[1.0, 1.0], *cases[0][0][1:]], torch.bfloat16))  # the first is exact at 0 and 1
     given = [number(call(student, *case), "the degree") for case in cases]
-    right = reference(lambda: [smallest_degree(*case) for case in cases])
+    right = [smallest_degree(*case) for case in cases]
     known = results(
         smallest_degree, DEGREE_MISTAKES, lambda f: [f(*case) for case in cases], pairs=False
     )

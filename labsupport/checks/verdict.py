@@ -31,8 +31,6 @@ import torch
 from torch import Tensor
 
 from labsupport import paths
-from labsupport.checks import cases
-from labsupport.checks.cases import reference
 
 Student = Callable[..., Any]  # a student's function
 LINE = 100  # letters: in a window of 1280 pixels JupyterLab shows 105
@@ -56,12 +54,9 @@ class _Shown:
     begins = "Check failed: "
 
     def _render_traceback_(self) -> list[str]:
-        said = f"{self.begins}{self}"
-        if "LeftOutError: " in said:  # in an exam: what is missing, without where it was called
-            said = said.rpartition("LeftOutError: ")[2].partition("\n")[0]
         return [
             line
-            for paragraph in said.split("\n")
+            for paragraph in f"{self.begins}{self}".split("\n")
             for line in textwrap.wrap(paragraph, LINE, break_long_words=False) or [""]
         ]
 
@@ -141,30 +136,23 @@ def _source(solution: Any) -> str:
 
 
 def results(
-    solution: Any, mistakes: Iterable[Mistake], run: Callable[[Any], Any], pairs: bool | None = None
-) -> Iterable[tuple[str, Any]]:
-    """Return each mistake's diagnosis with the result of `run(mutant)`, unless that raises.
-
-    Call it in every run of a check, before it is known whether something is wrong: see `cases`.
+    solution: Any, mistakes: Iterable[Mistake], run: Callable[[Any], Any], pairs: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """Yield each mistake's diagnosis with the result of `run(mutant)`, unless that raises.
 
     Args:
         solution, mistakes, run: the reference, its edits, and how to get a result.
-        pairs: let every two mistakes together follow; by default only where nothing is stored.
+        pairs: let every two mistakes together follow.
     """
     mistakes = tuple(mistakes)
-    pairs = not cases.is_recording() if pairs is None else pairs
-
-    def computed() -> Iterator[tuple[str, Any]]:
-        for mistake in mistakes:
-            wrong = mutant(solution, mistake.edit)
-            with suppress(Exception):
-                yield mistake.say, run(wrong)
-        for one, two in itertools.combinations(mistakes, 2) if pairs else ():
-            with suppress(Exception):  # the second edit may not find its text any more
-                wrong = run(mutant(solution, one.edit + two.edit))
-                yield f"{_TWO}: {one.say} And: {two.say}", wrong
-
-    return reference(computed)
+    for mistake in mistakes:
+        wrong = mutant(solution, mistake.edit)
+        with suppress(Exception):
+            yield mistake.say, run(wrong)
+    for one, two in itertools.combinations(mistakes, 2) if pairs else ():
+        with suppress(Exception):  # the second edit may not find its text any more
+            wrong = run(mutant(solution, one.edit + two.edit))
+            yield f"{_TWO}: {one.say} And: {two.say}", wrong
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
@@ -396,9 +384,9 @@ def number(value: Any, name: str) -> float:
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return random normal numbers; stored ones with stored results, since processors round."""
+    """Return random normal numbers."""
     generator = torch.Generator().manual_seed(seed)
-    return reference(lambda: torch.randn(*shape, generator=generator, dtype=dtype)).clone()
+    return torch.randn(*shape, generator=generator, dtype=dtype)
 
 
 def judge(
@@ -486,7 +474,7 @@ def judge_call(
         return unpack(result, names) if len(names) > 1 else (tensor(result, names[0]),)
 
     given, exact = run(student, arguments), exactly(arguments)
-    right, rounded = reference(lambda: (run(solution, exact), run(solution, arguments)))
+    right, rounded = run(solution, exact), run(solution, arguments)
     for name in judged or names:
         i = names.index(name)
         wrong = results(solution, mistakes, lambda f, i=i: run(f, exact)[i])
@@ -597,7 +585,7 @@ def judge_numbers(
         return [pick(function(*args, **options)) for args, options in asked]
 
     given = run(partial(call, student))
-    right, known = reference(lambda: run(solution)), results(solution, mistakes, run, pairs=True)
+    right, known = run(solution), results(solution, mistakes, run)
     for i, ((args, options), ours, theirs) in enumerate(zip(asked, right, given, strict=True)):
         if not same([ours], [theirs]):
             say = explain(given, known := list(known), same)

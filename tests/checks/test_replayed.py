@@ -12,13 +12,10 @@ import torch
 
 from labsupport import checks
 from labsupport.checks import (
-    cases,
     chunked_loss,
-    data_parallel,
     fitting,
     flash,
     intensity,
-    textbook,
     verdict,
 )
 from labsupport.checks.verdict import judge, mutant
@@ -167,15 +164,6 @@ def test_two_mistakes_at_once_are_named(check, student, said):
     assert all(one in found for one in said)
 
 
-def test_two_mistakes_in_numbers_are_named_by_stored_cases_too(tmp_path, monkeypatch):
-    check, student, said = TWO[0]
-    with cases.recording() as tape:
-        check(intensity.attention_cost)
-    monkeypatch.setattr(cases, "FILE", tmp_path / "cases.safetensors")
-    cases.save_cases({check.__name__: tape}, cases.FILE)
-    assert all(one in diagnosis(cases.stored(check), student) for one in said)
-
-
 def test_a_mistake_that_explains_one_case_but_not_all_is_a_perhaps():
     """L is counted in the dtype's bytes, and only in the forward pass."""
     student = mutant(
@@ -195,37 +183,3 @@ def test_a_mistake_that_explains_most_entries_is_a_perhaps():
         checks.CheckFailed, match=r"20 of 20 .*\nPerhaps: Ones. \(It explains 19 of"
     ):
         judge("x", partly, right, allowed=0.1, mistakes=[("Ones.", wrong)])
-
-
-def test_a_wrong_version_takes_back_that_an_earlier_one_passed(monkeypatch):
-    monkeypatch.setattr(cases, "stored_tape", lambda check: [])
-
-    def check_one(student):
-        assert student() == 1
-
-    def one():
-        return value
-
-    value = 1
-    cases.stored(check_one)(one)
-    assert cases.PASSED.pop("one") is one
-    cases.PASSED["one"], value = one, 2
-    with pytest.raises(AssertionError):
-        cases.stored(check_one)(one)
-    assert "one" not in cases.PASSED
-
-
-def test_an_exam_refuses_the_labs_functions_and_names_the_exercise_that_is_awaited(
-    monkeypatch, capsys
-):
-    monkeypatch.setattr(cases, "EXAM", True)
-    monkeypatch.setattr("labsupport.checks.yours.EXAM", True)
-    check = cases.stored(checks.check_textbook_values)
-    assert "is the lab's own function" in diagnosis(check, textbook.textbook_attention)
-    unsolved = textbook_cell("scores")
-    ours = object()
-    assert checks.solution_or_reference(unsolved, ours, checks.check_textbook_values) is ours
-    assert "cells that need it wait for exercise 1-1." in capsys.readouterr().out
-    ours = data_parallel.average_each  # of a module that names the exercise
-    checks.solution_or_reference(unsolved, ours, lambda own: checks.check_textbook_values(own))
-    assert "cells that need it wait for exercise 3-6." in capsys.readouterr().out

@@ -19,13 +19,12 @@ def place(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exam", [False, True], ids=["course", "exam"])
-def test_the_wheel_holds_the_release_and_no_solution_and_works_in_an_empty_folder(tmp_path, exam):
-    course = write_project(tmp_path / "course", exam=exam)
+def test_the_wheel_holds_the_release_and_no_solution_and_works_in_an_empty_folder(tmp_path):
+    course = write_project(tmp_path / "course")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, course]
     subprocess.run(build, check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.stat().st_size < 20_000_000  # an exam carries stored cases
+    assert wheel.stat().st_size < 20_000_000
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         archive.extractall(tmp_path / "site")
@@ -33,10 +32,9 @@ def test_the_wheel_holds_the_release_and_no_solution_and_works_in_an_empty_folde
     for name in names:
         assert (tmp_path / "site" / name).read_bytes() == (course / place(name)).read_bytes()
     tops = {Path(place(name)).parts[0] for name in names}
-    assert {"labsupport", "notebooks", "theory", "data", "scripts", "LICENSE"} == tops - {
-        "capstone"
+    assert tops == {
+        *("labsupport", "notebooks", "theory", "data", "scripts", "capstone", "LICENSE")
     }
-    assert ("capstone" in tops) != exam
     for source in sorted(notebooks_dir().glob("*.ipynb")):
         secrets = secret_lines(nbformat.read(source, as_version=4))
         for name in names:

@@ -4,6 +4,7 @@ A real course in a temporary folder: `nbgrader generate_assignment` makes the st
 the solved notebook, and `nbgrader autograde` grades what students made of it.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -11,7 +12,6 @@ import sys
 import nbformat
 import pytest
 
-from grader.exam import exercises_of
 from grader.grade.batch import grade_one
 from grader.grade.results import Settings
 from grader.grade.submissions import find_submissions
@@ -56,7 +56,11 @@ def exercises(number, *names):
     """A solved notebook's imports, solutions and checks; of these exercises, or of all."""
     (path,) = paths.notebooks_dir().glob(f"{number}*.ipynb")
     notebook = nbformat.read(path, as_version=4)
-    _, imports = next(exercises_of(path))
+    code = [ast.parse(c.source) for c in notebook.cells if c.cell_type == "code"]
+    nodes = [node for tree in code for node in ast.walk(tree)]
+    imports = "\n".join(
+        ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)
+    )
     own = [c for c in notebook.cells if c.cell_type == "code" and role(c)]
     own = [c for c in own if role(c).grade_id.startswith(names or "")]
     notebook.cells = [nbformat.v4.new_code_cell(imports), *own]

@@ -23,14 +23,13 @@ def texts(plan):
     return [step.source for step in plan.steps if step.source]
 
 
-def test_the_students_cells_run_in_their_order_and_checks_are_noted(plan):
+def test_the_students_cells_run_in_their_order_and_checks_do_not(plan):
     own = ["own = 1", "print(own)"]
     made = plan(before=[own[0]], after=[own[1]])
     assert [text.split("(")[0] for text in texts(made)] == [
         "own = 1", "def square", "def cube", "print",
     ]  # fmt: skip
-    noted = [(step.check, step.names) for step in made.steps if step.check]
-    assert noted == [
+    assert [(check.grade_id, check.names) for check in made.checks] == [
         ("ex-1-1-square-signs", ("square",)),
         ("ex-1-1-square-five", ("square",)),
         ("ex-1-2-cube-three", ("cube",)),
@@ -70,6 +69,20 @@ def test_two_cells_of_one_exercise_run_both_and_carry_a_flag(plan, solved_folder
     made = plan(notebook=notebook)
     assert sum(step.exercise == "ex-1-1-square" for step in made.steps) == 2
     assert {"duplicate", "instructor's text"} == {flag.kind for flag in made.flags}
+
+
+@pytest.mark.parametrize(
+    ("square", "kinds"),
+    [
+        ("def square(x):\n    return x * x", []),
+        ("# mine\n\ndef square( x ) :\n  'Short.'\n  y = x\n  return y*y", []),
+        ("def square(x, y=1):\n    return x * x", ["given lines changed"]),
+        ("square = lambda x: x * x", ["given lines changed"]),
+        ("no python", []),
+    ],
+)
+def test_given_lines_that_are_changed_or_gone_carry_a_flag(plan, square, kinds):
+    assert [flag.kind for flag in plan(square).flags] == kinds
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from labsupport.paths import notebooks_dir
 # stands in a file, because Triton and inspect read a function's source.
 PROGRAM = """
 import runpy, socket, sys
+from grader.remote.watch import Watch
 from grader.remote.worker import serve
 for descriptor, cell in zip(sys.argv[1::2], sys.argv[2::2]):
-    serve({"": runpy.run_path(cell)}, socket.socket(fileno=int(descriptor)))
+    serve(runpy.run_path(cell), socket.socket(fileno=int(descriptor)), Watch())
 """
 IMPORTS = """
 import math

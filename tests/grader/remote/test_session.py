@@ -60,26 +60,26 @@ def session():
 
 def test_gradients_go_through_a_function_and_a_function_class(session):
     x = torch.arange(3.0, requires_grad=True)
-    session.remote("double")[0](x).sum().backward()
+    session.remote("double")(x).sum().backward()
     assert x.grad.tolist() == [2, 2, 2]
-    cube = session.remote("Cube")[0]
+    cube = session.remote("Cube")
     assert issubclass(cube, torch.autograd.Function)
     (gradient,) = torch.autograd.grad(cube.apply(x, 1).sum(), [x])
     assert gradient.tolist() == [0, 3, 12]
-    assert session.remote("double")[0](torch.ones(2)).grad_fn is None
+    assert session.remote("double")(torch.ones(2)).grad_fn is None
     with torch.no_grad():
-        assert session.remote("double")[0](x).grad_fn is None
+        assert session.remote("double")(x).grad_fn is None
 
 
 def test_a_backward_that_is_not_written_says_so(session):
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(NotImplementedError):
-        session.remote("Stub")[0].apply(x).sum().backward()
+        session.remote("Stub").apply(x).sum().backward()
 
 
 def test_views_of_an_argument_are_views_of_the_graders_own(session):
     x = torch.randn(8, 6, 4)[:, 1:3].transpose(0, 1)
-    same, part = session.remote("same_and_part")[0](x)
+    same, part = session.remote("same_and_part")(x)
     for view, wanted in ((same, x), (part, x[1:, ::2])):
         assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         assert torch.equal(view, wanted)
@@ -88,14 +88,14 @@ def test_views_of_an_argument_are_views_of_the_graders_own(session):
 @pytest.mark.parametrize("given", [torch.ones(3), pd.DataFrame({"ms": [1.0, 2.0]}), [1, 2]])
 def test_a_function_that_changes_its_argument_is_told(session, given):
     with pytest.raises(CheckFailed, match="spoil changed its argument number 1"):
-        session.remote("spoil")[0](given)
+        session.remote("spoil")(given)
 
 
 def test_a_dispatch_mode_around_a_call_watches_it_over_there(session):
     from labsupport.profiling.memory import LargestTensor
 
     with LargestTensor() as largest:
-        session.remote("large")[0](10)
+        session.remote("large")(10)
     assert (largest.numel, largest.shape) == (100, (10, 10))
 
 
@@ -105,30 +105,30 @@ def test_fused_attention_is_refused_until_an_exercise_may_use_it():
     with students(SOURCE) as sessions:
         session = next(sessions)
         with pytest.raises(RuntimeError, match="asks to write"):
-            session.remote("attends")[0](x)
+            session.remote("attends")(x)
         session.fused = True
-        assert session.remote("attends")[0](x).shape == x.shape
+        assert session.remote("attends")(x).shape == x.shape
 
 
 def test_exceptions_have_their_names_and_are_what_they_derive_from(session):
     with pytest.raises(FileNotFoundError, match="no such thing"):
-        session.remote("fails")[0]()
+        session.remote("fails")()
     with pytest.raises(ValueError, match="mine") as caught:
-        session.remote("fails_in_its_own_way")[0]()
+        session.remote("fails_in_its_own_way")()
     assert type(caught.value).__name__ == "Own"
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_an_iterator_is_asked_for_one_item_at_a_time(session):
-    assert session.remote("total")[0](torch.ones(2) for _ in range(5)) == 10
+    assert session.remote("total")(torch.ones(2) for _ in range(5)) == 10
 
 
 def test_what_is_not_there_is_none(session):
-    assert session.remote("nothing")[0] is None
+    assert session.remote("nothing") is None
 
 
 def call(session, *args):
-    return session.compute("call", ("", "f"), args, {})
+    return session.compute("call", "f", args, {})
 
 
 def hostile(answer, timeout_s=5.0):
@@ -150,9 +150,8 @@ def hostile(answer, timeout_s=5.0):
 
 
 def reply(value, refer=None):
-    header, buffers = pack(value, refer)
-    sizes = struct.pack(">QQ", len(header), sum(map(len, buffers)))
-    return [sizes, header, *map(bytes, buffers)]
+    header, body = pack(value, refer)
+    return [struct.pack(">QQ", len(header), len(body)), header, body]
 
 
 def view(index, shape, stride, offset):

@@ -1,0 +1,140 @@
+"""The lab's answers, noted when a student's code calls them or reads their source.
+
+Nothing is forbidden here: what is noted becomes a flag, "library call", for the instructor. The
+watch runs in the student's process, so it is no wall: code that looks for it can stop it.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import labsupport
+
+# Files and folders of the lab whose functions answer an exercise (of some, one function only), and
+# other libraries' attention.
+ANSWERS = (
+    *("analysis/nsight", "analysis/predictor", "analysis/recommend", "analysis/roofline"),
+    *("analysis/traffic", "attention/backends", "attention/flash_torch", "attention/fp8"),
+    *("attention/kernels/forward", "attention/kernels/backward", "attention/kernels/decode"),
+    *("attention/kernels/hopper", "attention/kernels/template", "attention/kernels/version1"),
+    *("attention/online_softmax", "attention/reference", "attention/rotary"),
+    *("distributed/minimal_ring", "distributed/ring", "models/flops", "models/llama2c"),
+    *("precision/autofix", "precision/losses", "precision/policy", "profiling/tables"),
+    *("profiling/work", "training/memory", "training/planner"),
+)
+ONLY = {"precision.policy": "float16"}
+LIBRARIES = ("transformers/integrations", "transformers/models", "torch/nn/modules/activation")
+
+_LAB = str(Path(labsupport.__file__).parent)
+_CALLED = "_called_by_a_student"
+# "<string>" are the methods that dataclasses write.
+_TRUSTED = (_LAB, str(Path(__file__).parent), sys.prefix, sys.base_prefix, "<frozen ", "<string>")
+
+
+@cache
+def answer_in(file: str) -> str:
+    """Return the name of a watched module, by its source or compiled file; "" for others."""
+    parts = [part for part in Path(file).parts if part != "__pycache__"]
+    name = "/".join([*parts[:-1], parts[-1].split(".")[0]]) + "/" if parts else ""
+    places = [(f"{_LAB}/", ANSWERS), ("/site-packages/", LIBRARIES)]
+    for root, watched in places:
+        inside = name.rpartition(root)[2] if root in name else ""
+        if inside.startswith(tuple(f"{one}/" for one in watched)):
+            return inside.strip("/").replace("/", ".")
+    return ""
+
+
+def by_student(frame: FrameType | None, *, whole: bool) -> bool:
+    """Tell whether a student's code is above a frame: anywhere, or before any of the lab's."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_TRUSTED):
+            return True
+        if not whole and (file.startswith(_LAB) or frame.f_code.co_name == "_find_and_load"):
+            return False
+        frame = frame.f_back
+    return False
+
+
+class Watch:
+    """Notes of what a student's code calls, imports and reads, until the process ends.
+
+    A watched function's code is replaced by a call of it that leaves a note, so it does not matter
+    under which name the student's code has the function.
+    """
+
+    def __init__(self) -> None:
+        self.notes: set[str] = set()
+        self.on, self.student = False, False  # a call is judged; of a function of the student's
+        self.seen: set[str] = set()  # modules
+        sys.addaudithook(self._audit)
+
+    def taken(self) -> list[str]:
+        """Return the notes since the last time, at most 20 of them."""
+        notes, self.notes = sorted(self.notes)[:20], set()
+        return notes
+
+    @contextmanager
+    def calls(self, *, student: bool) -> Iterator[None]:
+        """Note calls inside the `with` block: all, or those that a student's code makes."""
+        for name in sys.modules.keys() - self.seen:
+            self.seen.add(name)
+            module = sys.modules[name]
+            file = getattr(module, "__file__", None) or ""
+            if answer := answer_in(file):
+                self._replace(module, file, answer)
+        self.on, self.student = True, student
+        try:
+            yield
+        finally:
+            self.on = False
+
+    def _replace(self, module: ModuleType, file: str, answer: str) -> None:
+        """Let all functions of a module, and of its classes, leave a note when they are called."""
+        inner: dict[str, Any] = {}
+
+        def called(name: str, args: Any, kwargs: Any) -> Any:
+            if self.on and (self.student or by_student(sys._getframe(2), whole=True)):
+                self.notes.add(f"calls {answer}.{name}")
+            return inner[name](*args, **kwargs)
+
+        places = [module, *(one for one in vars(module).values() if isinstance(one, type))]
+        for one in (one for place in places for one in list(vars(place).values())):
+            function = inspect.unwrap(getattr(one, "__func__", one))
+            if isinstance(run := getattr(one, "run", None), MethodType) and hasattr(one, "fn"):
+                name = str(getattr(one, "__name__", "kernel"))  # a kernel of Triton's
+                inner[name], one.run = run, partial(_kernel, called, name)
+            elif isinstance(function, FunctionType) and not function.__closure__:
+                code, name = function.__code__, function.__qualname__
+                if code.co_filename == file and ONLY.get(answer, name) in (name, code.co_name):
+                    inner[name] = FunctionType(code, function.__globals__, name)
+                    inner[name].__defaults__ = function.__defaults__
+                    inner[name].__kwdefaults__ = function.__kwdefaults__
+                    function.__globals__[_CALLED] = called
+                    source = f"lambda *args, **kwargs: {_CALLED}({name!r}, args, kwargs)"
+                    function.__code__ = eval(source).__code__
+
+    def _audit(self, event: str, given: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(given[0], str):
+            name = answer_in(given[0])
+        elif event == "object.__getattr__" and given[1] == "__code__":
+            module = sys.modules.get(getattr(given[0], "__module__", None) or "")
+            name = answer_in(getattr(module, "__file__", None) or "")
+        elif event == "import" and self.on:
+            name = answer_in(f"{_LAB}/{str(given[0]).partition('.')[2].replace('.', '/')}.py")
+            if name and by_student(sys._getframe(1), whole=True):
+                self.notes.add(f"imports {name}")
+            return
+        else:
+            return
+        if name and by_student(sys._getframe(1), whole=False):
+            self.notes.add(f"reads {name}")
+
+
+def _kernel(called: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    return called(name, args, kwargs)
