@@ -25,7 +25,7 @@ from benchmarks.runner import Call, Case, in_turns, not_measured, numbers, run
 from labsupport.attention import attention, oracle_attention, standard_attention
 from labsupport.attention.accuracy import relative_error
 from labsupport.attention.fp8 import fp8_attention
-from labsupport.checks import round_to_fp8
+from labsupport.checks.ex_1_7_fp8 import round_to_fp8
 from labsupport.profiling import cases as grids
 from labsupport.profiling.benchmark import refusal
 from labsupport.profiling.timing import resolve_device

@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 import pandas as pd
 
 from benchmarks.runner import Case, keep_rows, names, run
-from labsupport.checks.long_positions import interpolated, ntk_aware, yarn
+from labsupport.checks.ex_3_9_long_positions import interpolated, ntk_aware, yarn
 from labsupport.models import load_model, source_text, tokens_of
 from labsupport.training import from_transformers
 from labsupport.training.sizes import parse_tokens

@@ -1573,9 +1573,9 @@ predicted_better = None  # your guess, "blocks" or "rotation"
 import pandas as pd
 
 own_fp8 = checks.solution_or_reference(
-    round_to_fp8, checks.round_to_fp8, checks.check_fp8_tensor, checks.check_fp8_blocks
+    round_to_fp8, checks.ex_1_7_fp8.round_to_fp8, checks.check_fp8_tensor, checks.check_fp8_blocks
 )
-own_rotate = checks.solution_or_reference(rotate, checks.rotate, checks.check_rotation)
+own_rotate = checks.solution_or_reference(rotate, checks.ex_1_7_fp8.rotate, checks.check_rotation)
 generator = torch.Generator().manual_seed(0)
 signs = torch.randn(64, generator=generator).sign()
 fp8_errors = {}

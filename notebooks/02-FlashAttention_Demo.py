@@ -870,9 +870,11 @@ checks.check_attention_share(attention_flop_share, seed=42)
 # First your count, for SmolLM2:
 
 # %%
-own_amdahl = checks.solution_or_reference(amdahl, checks.overall_speedup, checks.check_amdahl)
+own_amdahl = checks.solution_or_reference(
+    amdahl, checks.ex_2_4_amdahl.overall_speedup, checks.check_amdahl
+)
 own_share = checks.solution_or_reference(
-    attention_flop_share, checks.flop_share, checks.check_attention_share
+    attention_flop_share, checks.ex_2_4_amdahl.flop_share, checks.check_attention_share
 )
 sizes_of = {"hidden": 576, "layers": 30, "intermediate": 1536, "vocab": 49_152}
 smollm2_heads = {"heads": 9, "kv_heads": 3, "head_dim": 64, "causal": True}
@@ -1604,7 +1606,7 @@ from labsupport.attention import attention, attention_varlen
 names = ("causal_mask", "window_mask", "document_mask", "soft_cap", "alibi")
 mods = {
     name: checks.solution_or_reference(
-        globals()[name], getattr(checks, name), getattr(checks, f"check_{name}")
+        globals()[name], getattr(checks.ex_2_7_flex, name), getattr(checks, f"check_{name}")
     )
     for name in names
 }
@@ -1714,7 +1716,9 @@ checks.check_tile_counts(tile_counts, seed=75)
 by_documents = partial(mods["document_mask"], ids_of.cpu())
 tiles = create_block_mask(by_documents, 1, None, seqlen, seqlen, "cpu", BLOCK_SIZE=8)
 dense = create_mask(by_documents, 1, None, seqlen, seqlen, "cpu")[0, 0]
-own_counts = checks.solution_or_reference(tile_counts, checks.tile_counts, checks.check_tile_counts)
+own_counts = checks.solution_or_reference(
+    tile_counts, checks.ex_2_7_flex.tile_counts, checks.check_tile_counts
+)
 masked, full = int(tiles.kv_num_blocks.sum()), int(tiles.full_kv_num_blocks.sum())
 print("PyTorch:", (64 - masked - full, masked, full), "yours:", own_counts(dense, 8, 8))
 
@@ -2042,11 +2046,9 @@ checks.check_largest_scale(largest_scale, seed=92)
 # the loss itself is left, which is in float32. The tracker's advice was eight times smaller, so that gradients may grow.
 
 # %%
-from labsupport.checks import loss_scaling
-
 own_share, own_scale = (
     checks.solution_or_reference(
-        globals()[name], getattr(loss_scaling, name), getattr(checks, f"check_{name}")
+        globals()[name], getattr(checks.ex_2_9_loss_scaling, name), getattr(checks, f"check_{name}")
     )
     for name in ("lost_share", "largest_scale")
 )
@@ -2190,7 +2192,7 @@ predicted_need = None  # "scaling", "masters", "both" or "neither"
 # %%
 own = {
     name: checks.solution_or_reference(
-        globals()[name], getattr(loss_scaling, name), getattr(checks, f"check_{name}")
+        globals()[name], getattr(checks.ex_2_9_loss_scaling, name), getattr(checks, f"check_{name}")
     )
     for name in ("unscale", "next_scale", "master_step")
 }

@@ -623,7 +623,7 @@ checks.check_kept_loss(kept_bytes, seed=33)
 # %%
 own_kept = checks.solution_or_reference(
     kept_bytes,
-    checks.held_bytes,
+    checks.ex_3_3_kept_bytes.held_bytes,
     checks.check_kept_blocks,
     checks.check_kept_checkpoint,
     checks.check_kept_loss,
@@ -1972,20 +1972,20 @@ predicted_buckets = None  # your guess, a number
 # %%
 own_hooks = checks.solution_or_reference(
     average_each,
-    checks.data_parallel.average_each,
+    checks.ex_3_6_data_parallel.average_each,
     lambda _: checks.check_average_each(rehearse_each),
 )
 own_cut = checks.solution_or_reference(
-    make_buckets, checks.data_parallel.make_buckets, checks.check_buckets
+    make_buckets, checks.ex_3_6_data_parallel.make_buckets, checks.check_buckets
 )
 own_buckets = checks.solution_or_reference(
     average_in_buckets,
-    checks.data_parallel.average_in_buckets,
+    checks.ex_3_6_data_parallel.average_in_buckets,
     lambda _: checks.check_average_in_buckets(rehearse_buckets),
 )
 own_layer = checks.solution_or_reference(
     ShardedLinear,
-    checks.data_parallel.ShardedLinear,
+    checks.ex_3_6_data_parallel.ShardedLinear,
     lambda _: checks.check_sharded_layer(rehearse_layer),
 )
 
@@ -2129,7 +2129,7 @@ checks.check_ring_backward(rehearse_ring, seed=71)
 # %%
 own_backward = checks.solution_or_reference(
     ring_backward,
-    checks.ring_backward.ring_backward,
+    checks.ex_3_7_ring_backward.ring_backward,
     lambda _: checks.check_ring_backward(rehearse_ring),
 )
 
@@ -2193,7 +2193,7 @@ checks.check_ring_backward(ring_on_processes, worlds=(3,))
 # %% nbgrader={"grade": false, "grade_id": "ex-3-8-fault", "locked": false, "schema_version": 3, "solution": true, "task": false}
 import torch.nn.functional as F
 
-from labsupport.checks.faults import letter_and_program
+from labsupport.checks.causes import letter_and_program
 
 
 def gradient_of_part(weight, hidden, labels, all_labels, parts):
@@ -2402,12 +2402,12 @@ predicted_best = None  # your guess, a number
 
 # %%
 own_interpolated = checks.solution_or_reference(
-    interpolated, checks.long_positions.interpolated, checks.check_interpolated
+    interpolated, checks.ex_3_9_long_positions.interpolated, checks.check_interpolated
 )
 own_ntk = checks.solution_or_reference(
-    ntk_aware, checks.long_positions.ntk_aware, checks.check_ntk_aware
+    ntk_aware, checks.ex_3_9_long_positions.ntk_aware, checks.check_ntk_aware
 )
-own_yarn = checks.solution_or_reference(yarn, checks.long_positions.yarn, checks.check_yarn)
+own_yarn = checks.solution_or_reference(yarn, checks.ex_3_9_long_positions.yarn, checks.check_yarn)
 
 # %%
 shape = finder.config.head_dim, finder.config.rope_base

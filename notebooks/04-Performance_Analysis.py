@@ -336,9 +336,12 @@ predicted_memory_bound = None  # your guess: how many of the eight
 
 # %%
 own_cost = checks.solution_or_reference(
-    attention_cost, checks.attention_cost, checks.check_cost_flops, checks.check_cost_bytes
+    attention_cost,
+    checks.ex_4_1_cost.attention_cost,
+    checks.check_cost_flops,
+    checks.check_cost_bytes,
 )
-own_roof = checks.solution_or_reference(roof, checks.roof, checks.check_roof)
+own_roof = checks.solution_or_reference(roof, checks.ex_4_1_cost.roof, checks.check_roof)
 #            batch, N_q,  N_k,    heads, kv_heads, d;  causal, backward
 forms = {
     "prefill": ((4, 8192, 8192, 32, 32, 128), False, False),
@@ -653,10 +656,13 @@ checks.check_tiled_causal(tiled_traffic, seed=23)
 
 # %%
 own_textbook = checks.solution_or_reference(
-    textbook_traffic, checks.textbook_traffic, checks.check_textbook_traffic
+    textbook_traffic, checks.ex_4_2_traffic.textbook_traffic, checks.check_textbook_traffic
 )
 own_tiled = checks.solution_or_reference(
-    tiled_traffic, checks.tiled_traffic, checks.check_tiled_traffic, checks.check_tiled_causal
+    tiled_traffic,
+    checks.ex_4_2_traffic.tiled_traffic,
+    checks.check_tiled_traffic,
+    checks.check_tiled_causal,
 )
 
 # %% tags=["nbval-check-output"]
@@ -1507,7 +1513,7 @@ from labsupport.analysis.predictor.evaluate import with_predictions
 from labsupport.analysis.predictor.split import SPLITS, case_of
 
 own_held_out = checks.solution_or_reference(
-    held_out_error, checks.held_out_error, checks.check_held_out
+    held_out_error, checks.ex_4_4_predict.held_out_error, checks.check_held_out
 )
 fused = ["sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "fa4", "flex"]
 run = load_run("attention-h200").query("direction == 'forward' and backend in @fused").copy()
@@ -1728,7 +1734,7 @@ def options(seqlen):
 
 
 own_choose = checks.solution_or_reference(
-    choose, checks.choose, checks.check_choice_limits, checks.check_choice_sources
+    choose, checks.ex_4_5_choose.choose, checks.check_choice_limits, checks.check_choice_sources
 )
 
 # %% tags=["nbval-check-output"]
@@ -1827,7 +1833,7 @@ print(decoded.pivot(index="implementation", columns="keys", values="% of a copy'
 # it: before each call a "refill" kernel overwrites the cache. The results are odd: "Our new kernel is four times as
 # fast by NVIDIA's counters, and my benchmark says not even twice."
 #
-# You use a virtual GPU here, so no real one is needed. `checks.VirtualGpu` follows a real one's rules with a virtual
+# You use a virtual GPU here, so no real one is needed. `VirtualGpu` follows a real one's rules with a virtual
 # clock: `launch` queues a kernel and returns after 0.01 ms, `synchronize` waits for everything in the queue, `now`
 # reads the program's clock. The first call is compiled. A call that finds its data in the cache takes half as long.
 #
@@ -1868,7 +1874,8 @@ print(decoded.pivot(index="implementation", columns="keys", values="% of a copy'
 # %% nbgrader={"grade": false, "grade_id": "ex-4-6-fault", "locked": false, "schema_version": 3, "solution": true, "task": false}
 import statistics
 
-from labsupport.checks.faults import VirtualGpu, letter_and_program
+from labsupport.checks.ex_4_6_clock import VirtualGpu
+from labsupport.checks.causes import letter_and_program
 
 
 def median_ms(gpu, repeats):
@@ -2053,9 +2060,11 @@ checks.check_smallest_degree(smallest_degree, seed=72)
 # the output's error for each degree?
 
 # %% tags=["nbval-check-output"]
-own_exp2 = checks.solution_or_reference(exp2_by_bits, checks.exp2_by_bits, checks.check_exp2_bits)
+own_exp2 = checks.solution_or_reference(
+    exp2_by_bits, checks.ex_4_7_two_tricks.exp2_by_bits, checks.check_exp2_bits
+)
 own_degree = checks.solution_or_reference(
-    smallest_degree, checks.smallest_degree, checks.check_smallest_degree
+    smallest_degree, checks.ex_4_7_two_tricks.smallest_degree, checks.check_smallest_degree
 )
 polynomials = [exp2_polynomial(degree) for degree in range(1, 9)]
 names = ("bfloat16", "float16", "float32")
@@ -2185,7 +2194,10 @@ predicted_rescalings = None  # your guess: four numbers
 
 # %%
 own_update = checks.solution_or_reference(
-    lazy_update, checks.lazy_update, checks.check_lazy_update, checks.check_lazy_edges
+    lazy_update,
+    checks.ex_4_7_two_tricks.lazy_update,
+    checks.check_lazy_update,
+    checks.check_lazy_edges,
 )
 
 
@@ -2337,8 +2349,10 @@ checks.check_stall(stall, seed=49)
 predicted_waiting = None  # your guess, a number between 0 and 1
 
 # %%
-own_gap = checks.solution_or_reference(launch_gap, checks.launch_gap, checks.check_launch_gap)
-own_stall = checks.solution_or_reference(stall, checks.stall, checks.check_stall)
+own_gap = checks.solution_or_reference(
+    launch_gap, checks.ex_4_8_profile.launch_gap, checks.check_launch_gap
+)
+own_stall = checks.solution_or_reference(stall, checks.ex_4_8_profile.stall, checks.check_stall)
 timeline = load_run("trace-h100").query("status == 'ok'")
 waiting = {key: own_gap(rows) for key, rows in timeline.groupby(["call", "tokens"], sort=False)}
 checks.compare_prediction(

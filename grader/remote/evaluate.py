@@ -25,10 +25,12 @@ from grader.grade.submissions import printable
 from grader.remote.session import Session, SessionDied, SessionTimeout
 from labsupport import checks
 from labsupport.attention.flash_torch import flash_attention_forward
-from labsupport.checks.chunked_loss import require_gradients
-from labsupport.checks.flash import BACKWARD_NAMES, FORWARD_NAMES
-from labsupport.checks.softmax import require_maximum
-from labsupport.checks.verdict import CheckFailed, call, judge, passed, unpack
+from labsupport.checks.errors import CheckFailed
+from labsupport.checks.ex_1_3_online_softmax import require_maximum
+from labsupport.checks.ex_1_4_tiled_forward import NAMES as FORWARD_NAMES
+from labsupport.checks.ex_1_5_backward import NAMES as BACKWARD_NAMES
+from labsupport.checks.ex_3_2_chunked_loss import require_gradients
+from labsupport.checks.verdict import call, judge, passed, unpack
 from labsupport.profiling.units import format_bytes
 
 MIB = 2**20

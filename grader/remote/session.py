@@ -22,7 +22,7 @@ from grader.remote.values import (
     tensors_in,
     unpack,
 )
-from labsupport.checks.verdict import CheckFailed
+from labsupport.checks.errors import CheckFailed
 
 RUN_UPDATE = "labsupport.attention.kernels.template", "run_update"
 _NO_ANSWER = "the process sent something that is no answer"

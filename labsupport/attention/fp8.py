@@ -103,7 +103,7 @@ def _check_fp8(q: Tensor, k: Tensor, v: Tensor) -> None:
     elif not q.is_cuda:
         problem = (
             "attention in FP8 needs a GPU, since Triton's interpreter rounds e4m3 wrongly: "
-            "labsupport.checks.round_to_fp8 shows its errors on a CPU."
+            "labsupport.checks.ex_1_7_fp8.round_to_fp8 shows its errors on a CPU."
         )
     elif (reason := mode.missing()) is not None:
         problem = f"attention in FP8 is a Triton kernel, but {reason}."

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labsupport.attention import last_call
-from labsupport.checks.verdict import CheckFailed, Student
+from labsupport.checks.errors import CheckFailed
+from labsupport.checks.verdict import Student
 
 
 class RowWatch(TorchDispatchMode):

@@ -9,14 +9,12 @@ name a new mistake, add one entry: the tests use it too.
 from __future__ import annotations
 
 import ast
-import dis
 import inspect
 import itertools
 import linecache
 import math
 import re
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,16 +22,23 @@ from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Real
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from labsupport import paths
+from labsupport.checks.errors import (
+    CheckFailed,
+    CheckInterrupted,
+    described,
+    kind,
+    outside_note,
+    readable,
+    remember,
+)
 
 Student = Callable[..., Any]  # a student's function
-LINE = 100  # letters: in a window of 1280 pixels JupyterLab shows 105
 # Frames of an error in these folders are not the student's: the lab, libraries, the standard one.
 NOT_THEIRS = (
     *(
@@ -46,39 +51,6 @@ NOT_THEIRS = (
 
 _TWO = "There may be two mistakes"
 _TRITON = str(Path(torch.__file__).parents[1] / "triton")
-
-
-class _Shown:
-    """An error that a notebook shows as its message alone, wrapped to its window."""
-
-    begins = "Check failed: "
-
-    def _render_traceback_(self) -> list[str]:
-        return [
-            line
-            for paragraph in f"{self.begins}{self}".split("\n")
-            for line in textwrap.wrap(paragraph, LINE, break_long_words=False) or [""]
-        ]
-
-
-class CheckFailed(_Shown, AssertionError):
-    """A check found a mistake; the message names it where possible.
-
-    >>> try:
-    ...     check_textbook_values(lambda q, k, v, mask=None: (v, None))
-    ... except CheckFailed:
-    ...     print("a mistake")
-    a mistake
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__("\n".join(filter(None, (message, _outside()))))
-
-
-class CheckInterrupted(_Shown, KeyboardInterrupt):
-    """The reader interrupted a check while the student's function ran."""
-
-    begins = "Check interrupted: "
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -173,7 +145,7 @@ def explain(
 def passed(what: str, seed: int = 0) -> None:
     """Print that a check passed; a seed other than 0 drew other inputs."""
     print(f"[ok] {what}{' (other inputs)' if seed else ''}")
-    if note := _outside():
+    if note := outside_note():
         print(note)
 
 
@@ -185,7 +157,7 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         CheckInterrupted: the reader stopped it.
     """
     name = getattr(function, "__name__", "your function")
-    _remember(function)
+    remember(function)
     before = [[leaf.clone() for leaf in _leaves(arg)] for arg in args]
     try:
         result = function(*args, **options)
@@ -251,8 +223,8 @@ def _raised(
         parameters = inspect.signature(function).parameters.values()
         names = [f"{p.name}: " for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = itertools.zip_longest(names[: len(args)], args, fillvalue="")
-    shown = [f"{name}{_shown(value)}" for name, value in named]
-    shown += [f"{key}: {_shown(value)}" for key, value in options.items()]
+    shown = [f"{name}{described(value)}" for name, value in named]
+    shown += [f"{key}: {described(value)}" for key, value in options.items()]
     return f"{said}\nIt was called with {', '.join(shown)}."
 
 
@@ -268,57 +240,6 @@ def own_line(error: BaseException) -> str:
     return f" in line {own[-1].lineno}:\n    {own[-1].line}\n" if own else ""
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, Tensor) and value.ndim:
-        return f"{short(value.dtype)} {tuple(value.shape)}"
-    text = readable(value)
-    return text if len(text) <= LINE else kind(value)
-
-
-# --- variables of the notebook in the place of arguments ------------------------------------------
-
-_students: list[Callable[..., Any]] = []  # the function that a check called last
-
-
-def _remember(function: Any) -> None:
-    function = inspect.unwrap(function)
-    scope = getattr(function, "__globals__", {"__name__": "labsupport"})
-    if not str(scope.get("__name__")).startswith("labsupport"):
-        _students[:] = [function]
-
-
-def _outside() -> str:
-    """Name the notebook's numbers and tensors that the student's function reads, once.
-
-    A constant in capitals is meant to be read there.
-    """
-    if not _students:
-        return ""
-    function: Any = _students.pop()
-    read = {
-        name: function.__globals__.get(name)
-        for name in sorted(_names(function.__code__))
-        if len(name) == 1 or not name.isupper()
-    }
-    known = {n: x for n, x in read.items() if isinstance(x, Real | Tensor)}
-    if not known:
-        return ""
-    shown = ", ".join(f"{name} ({_shown(value)})" for name, value in known.items())
-    return (
-        f"Note: {function.__name__} reads {shown} from the notebook, not from its arguments. If "
-        "you did not intend that, compute it from the arguments."
-    )
-
-
-def _names(code: CodeType) -> set[str]:
-    """Return the global names that a function reads, inner functions included."""
-    loads = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
-    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return loads.union(*inner)
-
-
 # --- the kind of a result -------------------------------------------------------------------------
 
 
@@ -326,21 +247,6 @@ def _leaves(value: Any) -> list[Tensor]:
     if isinstance(value, list | tuple):
         return [leaf for one in value for leaf in _leaves(one)]
     return [value] if isinstance(value, Tensor) else []
-
-
-def kind(value: Any) -> str:
-    """Return the type of a value in words, with dtype and shape where it has one."""
-    name = type(value).__name__
-    if isinstance(value, Tensor):
-        name = f"{short(value.dtype)} tensor"
-    shape = getattr(value, "shape", None)
-    article = "an" if name[0] in "aeiouAEIOU" else "a"
-    return f"{article} {name}{f' of shape {tuple(shape)}' if shape else ''}"
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return a dtype's name without `torch.`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def values(result: Any, names: Sequence[str]) -> tuple[Any, ...]:
@@ -596,12 +502,3 @@ def judge_numbers(
             arguments = inspect.signature(solution).bind(*args, **options).arguments
             sizes = ", ".join(f"{key} {readable(value)}" for key, value in arguments.items())
             raise CheckFailed(f"for {sizes} you return {show(theirs)}. {say}")
-
-
-def readable(value: Any) -> str:
-    """Return a number with thousands separated or with four digits; a tensor in words."""
-    if getattr(value, "shape", ()):
-        return kind(value)
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return repr(value)
-    return f"{value:,.0f}" if value == value // 1 else f"{value:.4g}"

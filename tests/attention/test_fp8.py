@@ -15,8 +15,8 @@ from labsupport.attention import (
 from labsupport.attention.accuracy import relative_error
 from labsupport.attention.fp8 import _rotation, random_signs
 from labsupport.attention.kernels.config import Geometry, positive_scale
-from labsupport.checks.eight_bits import rotate as rotate_by_hand
-from labsupport.checks.eight_bits import round_to_fp8
+from labsupport.checks.ex_1_7_fp8 import rotate as rotate_by_hand
+from labsupport.checks.ex_1_7_fp8 import round_to_fp8
 from tests.attention.cases import GPU, GROUPS, covering, make_model_qkv, to_math_layout
 
 if sys.platform != "linux":

@@ -3,37 +3,38 @@
 import pytest
 
 from labsupport import checks
-from labsupport.checks import (
-    amdahl,
-    caching,
-    choosing,
-    chunked_loss,
-    counting,
-    data_parallel,
-    decoding,
-    dtypes,
-    eight_bits,
-    faults,
-    fitting,
-    flash,
-    flex,
-    intensity,
-    layout,
-    long_positions,
-    lookahead,
-    loss_scaling,
-    merging,
-    nan_layer,
-    planning,
-    profiles,
-    registered,
-    ring_backward,
-    rotary,
-    softmax,
-    textbook,
-    two_tricks,
-    zigzag_order,
-)
+from labsupport.checks import ex_1_1_textbook_attention as textbook
+from labsupport.checks import ex_1_2_score_memory as score_memory
+from labsupport.checks import ex_1_3_online_softmax as softmax
+from labsupport.checks import ex_1_4_tiled_forward as tiled_forward
+from labsupport.checks import ex_1_5_backward as backward
+from labsupport.checks import ex_1_6_half_precision as dtypes
+from labsupport.checks import ex_1_7_fp8 as eight_bits
+from labsupport.checks import ex_1_8_lookahead as lookahead
+from labsupport.checks import ex_2_1_layout as layout
+from labsupport.checks import ex_2_2_own_attention as registered
+from labsupport.checks import ex_2_3_decoding_mask as decoding
+from labsupport.checks import ex_2_4_amdahl as amdahl
+from labsupport.checks import ex_2_6_cache as caching
+from labsupport.checks import ex_2_7_flex as flex
+from labsupport.checks import ex_2_8_nan_layer as nan_layer
+from labsupport.checks import ex_2_9_loss_scaling as loss_scaling
+from labsupport.checks import ex_3_1_rotary as rotary
+from labsupport.checks import ex_3_2_chunked_loss as chunked_loss
+from labsupport.checks import ex_3_3_kept_bytes as planning
+from labsupport.checks import ex_3_4_merge as merging
+from labsupport.checks import ex_3_5_zigzag as zigzag_order
+from labsupport.checks import ex_3_6_data_parallel as data_parallel
+from labsupport.checks import ex_3_7_ring_backward as ring_backward
+from labsupport.checks import ex_3_8_accumulation as accumulation
+from labsupport.checks import ex_3_9_long_positions as long_positions
+from labsupport.checks import ex_4_1_cost as intensity
+from labsupport.checks import ex_4_2_traffic as counting
+from labsupport.checks import ex_4_4_predict as fitting
+from labsupport.checks import ex_4_5_choose as choosing
+from labsupport.checks import ex_4_6_clock as clock_file
+from labsupport.checks import ex_4_7_two_tricks as two_tricks
+from labsupport.checks import ex_4_8_profile as profiles
 from tests.checks.solutions import diagnosis, each, function, solution_source
 
 TEXTBOOK = (
@@ -248,17 +249,17 @@ def accumulated(gradient):
 
 
 def clock(median):
-    checks.check_clock(lambda *case: ("d", median(faults.VirtualGpu(*case[:3]), case[3])))
+    checks.check_clock(lambda *case: ("d", median(clock_file.VirtualGpu(*case[:3]), case[3])))
 
 
 @each(
     (TEXTBOOK, textbook.textbook_attention, textbook.MISTAKES),
-    (checks.check_score_bytes, textbook.score_bytes, textbook.BYTE_MISTAKES),
-    (checks.check_largest_length, textbook.longest_that_fits, textbook.LENGTH_MISTAKES),
+    (checks.check_score_bytes, score_memory.score_bytes, score_memory.BYTE_MISTAKES),
+    (checks.check_largest_length, score_memory.longest_that_fits, score_memory.LENGTH_MISTAKES),
     (RUNNING, softmax.running_max_and_sum, softmax.MISTAKES),
-    (FORWARD, flash.flash_forward, flash.FORWARD_MISTAKES),
-    (BACKWARD, flash.flash_backward, flash.BACKWARD_MISTAKES),
-    (checks.check_score_gradient, flash.score_gradient, flash.SCORE_MISTAKES),
+    (FORWARD, tiled_forward.flash_forward, tiled_forward.MISTAKES),
+    (BACKWARD, backward.flash_backward, backward.MISTAKES),
+    (checks.check_score_gradient, backward.score_gradient, backward.SCORE_MISTAKES),
     (DTYPES, dtypes.half_dtype, dtypes.DTYPE_MISTAKES),
     (FP8, eight_bits.round_to_fp8, eight_bits.FP8_MISTAKES),
     (checks.check_hadamard, eight_bits.hadamard, eight_bits.HADAMARD_MISTAKES),
@@ -308,8 +309,8 @@ def clock(median):
     (buckets_averaged, data_parallel.average_in_buckets, data_parallel.OVERLAP_MISTAKES),
     (sharded, data_parallel.ShardedLinear, data_parallel.SHARD_MISTAKES),
     (ring, ring_backward.ring_backward, ring_backward.MISTAKES),
-    (accumulated, faults.accumulated_gradient, faults.ACCUMULATION_MISTAKES),
-    (clock, faults.median_ms, faults.CLOCK_MISTAKES),
+    (accumulated, accumulation.accumulated_gradient, accumulation.ACCUMULATION_MISTAKES),
+    (clock, clock_file.median_ms, clock_file.CLOCK_MISTAKES),
     (
         checks.check_interpolated,
         long_positions.interpolated,

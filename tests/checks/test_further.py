@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 
 from labsupport import checks, plotting
 from labsupport.attention import attention, attention_varlen
-from labsupport.checks.eight_bits import rotate, round_to_fp8
-from labsupport.checks.flex import (
+from labsupport.checks.ex_1_7_fp8 import rotate, round_to_fp8
+from labsupport.checks.ex_2_7_flex import (
     alibi,
     causal_mask,
     document_mask,
@@ -19,7 +19,7 @@ from labsupport.checks.flex import (
     tile_counts,
     window_mask,
 )
-from labsupport.checks.long_positions import interpolated, ntk_aware, yarn
+from labsupport.checks.ex_3_9_long_positions import interpolated, ntk_aware, yarn
 from labsupport.paths import notebooks_dir
 from labsupport.precision import PrecisionTracker, apply_precision_policy
 from labsupport.training.tasks.positions import nll_by_position, with_frequencies

@@ -11,7 +11,7 @@ from labsupport import checks
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
-from labsupport.checks import kernel
+from labsupport.checks import ex_4_3_triton_kernels as kernel
 from labsupport.checks.verdict import mistakes
 from tests.checks.solutions import diagnosis, solution_source
 
@@ -99,7 +99,7 @@ not written yet
 """)
 
 
-@pytest.mark.parametrize("mistake", kernel.MISTAKES + OTHERS, ids=lambda m: m.say[:60])
+@pytest.mark.parametrize("mistake", kernel.UPDATE_MISTAKES + OTHERS, ids=lambda m: m.say[:60])
 def test_each_mistake_gets_its_own_diagnosis(mistake, jitted):
     """The table's edits are of the lab's function on tensors; they fit the notebook's kernel."""
     assert mistake.say in diagnosis(UPDATE, jitted(SOLUTION, *mistake.edit))

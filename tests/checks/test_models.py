@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labsupport import checks
-from labsupport.checks.registered import decode, small_models, use_attention
+from labsupport.checks.ex_2_2_own_attention import decode, small_models, use_attention
 from tests.checks.solutions import diagnosis, function, solution_source
 from tests.checks.test_exercises import POLICY
 
@@ -118,7 +118,7 @@ def test_a_wrong_policy_is_refused(check, edit, said):
 
 
 def test_logits_that_are_finite_and_far_off_are_refused(monkeypatch):
-    monkeypatch.setattr("labsupport.checks.policies.LARGEST_ERROR", 0.005)
+    monkeypatch.setattr("labsupport.checks.ex_2_5_policy.LARGEST_ERROR", 0.005)
     assert "the logits differ from float32's by 1." in diagnosis(RANGE, policy())
 
 

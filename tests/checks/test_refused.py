@@ -5,23 +5,22 @@ import torch
 
 from labsupport import checks
 from labsupport.attention import attention
-from labsupport.checks import (
-    amdahl,
-    choosing,
-    chunked_loss,
-    counting,
-    data_parallel,
-    decoding,
-    fitting,
-    flash,
-    intensity,
-    layout,
-    merging,
-    rotary,
-    softmax,
-    textbook,
-    zigzag_order,
-)
+from labsupport.checks import ex_1_1_textbook_attention as textbook
+from labsupport.checks import ex_1_3_online_softmax as softmax
+from labsupport.checks import ex_1_4_tiled_forward as tiled_forward
+from labsupport.checks import ex_1_5_backward as backward
+from labsupport.checks import ex_2_1_layout as layout
+from labsupport.checks import ex_2_3_decoding_mask as decoding
+from labsupport.checks import ex_2_4_amdahl as amdahl
+from labsupport.checks import ex_3_1_rotary as rotary
+from labsupport.checks import ex_3_2_chunked_loss as chunked_loss
+from labsupport.checks import ex_3_4_merge as merging
+from labsupport.checks import ex_3_5_zigzag as zigzag_order
+from labsupport.checks import ex_3_6_data_parallel as data_parallel
+from labsupport.checks import ex_4_1_cost as intensity
+from labsupport.checks import ex_4_2_traffic as counting
+from labsupport.checks import ex_4_4_predict as fitting
+from labsupport.checks import ex_4_5_choose as choosing
 from labsupport.checks.verdict import mistakes, mutant
 from labsupport.precision import FlashAttentionConfig
 from tests.checks.solutions import diagnosis, each, function, solution_source
@@ -333,15 +332,32 @@ WHOLE = ("block_q", "seqlen_q", "block_k", "seqlen_k")
 @pytest.mark.parametrize(
     ("student", "right", "memory", "said"),
     [
-        (mutant(flash.flash_forward, WHOLE), FORWARD, checks.check_forward_memory, "256, 256)"),
-        (mutant(flash.flash_forward, WHOLE[:2]), RIGHT, checks.check_forward_values, "outer loop"),
         (
-            mutant(flash.flash_forward, (SCALE, f"{SCALE}; is_causal and torch.ones(256, 256)")),
+            mutant(tiled_forward.flash_forward, WHOLE),
+            FORWARD,
+            checks.check_forward_memory,
+            "256, 256)",
+        ),
+        (
+            mutant(tiled_forward.flash_forward, WHOLE[:2]),
+            RIGHT,
+            checks.check_forward_values,
+            "outer loop",
+        ),
+        (
+            mutant(
+                tiled_forward.flash_forward, (SCALE, f"{SCALE}; is_causal and torch.ones(256, 256)")
+            ),
             FORWARD,
             checks.check_forward_memory,
             "is_causal=True",
         ),
-        (mutant(flash.flash_backward, WHOLE), BACKWARD, checks.check_backward_memory, "256, 256)"),
+        (
+            mutant(backward.flash_backward, WHOLE),
+            BACKWARD,
+            checks.check_backward_memory,
+            "256, 256)",
+        ),
     ],
 )
 def test_a_matrix_of_scores_is_refused_although_the_values_are_right(student, right, memory, said):
@@ -471,11 +487,14 @@ def test_a_fit_that_is_chosen_by_held_out_rows_is_found():
     """Two fits on the right rows; the one that does better on the held-out rows is kept."""
 
     def best_of_two(table):
-        start, rate, _ = checks.held_out_error(table)
+        start, rate, _ = checks.ex_4_4_predict.held_out_error(table)
         unseen = table[(table.status == "ok") & table.held_out]
         fits = []
         for factor in (1.0, 0.7):
-            off = checks.predict_time(unseen.flops, start, rate * factor) - unseen.median_ms
+            off = (
+                checks.ex_4_4_predict.predict_time(unseen.flops, start, rate * factor)
+                - unseen.median_ms
+            )
             fits.append(((off.abs() / unseen.median_ms).mean(), rate * factor))
         error, rate = min(fits)
         return start, rate, error

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from labsupport import checks
-from labsupport.checks import (
-    chunked_loss,
-    fitting,
-    flash,
-    intensity,
-    verdict,
-)
+from labsupport.checks import ex_1_4_tiled_forward as tiled_forward
+from labsupport.checks import ex_3_2_chunked_loss as chunked_loss
+from labsupport.checks import ex_4_1_cost as intensity
+from labsupport.checks import ex_4_4_predict as fitting
+from labsupport.checks import verdict
 from labsupport.checks.verdict import judge, mutant
 from tests.checks.solutions import diagnosis
 
@@ -140,7 +138,8 @@ TWO = [
     (
         checks.check_forward_values,
         mutant(
-            flash.flash_forward, ("1 / math.sqrt(q.shape[-1])", "1.0", "o * alpha[..., None]", "o")
+            tiled_forward.flash_forward,
+            ("1 / math.sqrt(q.shape[-1])", "1.0", "o * alpha[..., None]", "o"),
         ),
         ("not divided by sqrt(head_dim)", "accumulator O is not rescaled"),
     ),

@@ -9,7 +9,13 @@ import torch
 from labsupport import checks
 from labsupport.analysis.roofline import case_of
 from labsupport.analysis.traffic import count
-from labsupport.checks import choosing, counting, fitting, intensity, textbook, verdict
+from labsupport.checks import ex_1_1_textbook_attention as textbook
+from labsupport.checks import ex_1_2_score_memory as score_memory
+from labsupport.checks import ex_4_1_cost as intensity
+from labsupport.checks import ex_4_2_traffic as counting
+from labsupport.checks import ex_4_4_predict as fitting
+from labsupport.checks import ex_4_5_choose as choosing
+from labsupport.checks import verdict
 from labsupport.checks.verdict import Mistake, judge, mistakes, mutant
 from labsupport.profiling import measure_peak_memory
 from labsupport.profiling.cases import Case
@@ -37,7 +43,7 @@ a space; two edits.
 
 def test_an_edit_of_a_text_that_is_not_there_is_an_error():
     with pytest.raises(LookupError, match="does not contain 'sum'"):
-        mutant(textbook.score_bytes, ("sum", ""))
+        mutant(score_memory.score_bytes, ("sum", ""))
 
 
 def test_a_message_says_where_a_result_goes_wrong():
@@ -134,8 +140,11 @@ def test_counted_traffic_is_what_a_memory_that_counts_sees():
 
         for outside, version in (("queries", "version2"), ("keys", "version1")):
             expected = seen(version, causal=causal)
-            assert checks.tiled_traffic(**case, outside=outside, causal=causal) == expected
-        assert checks.textbook_traffic(n, d, case["block_q"]) == seen("standard")
+            assert (
+                checks.ex_4_2_traffic.tiled_traffic(**case, outside=outside, causal=causal)
+                == expected
+            )
+        assert checks.ex_4_2_traffic.textbook_traffic(n, d, case["block_q"]) == seen("standard")
 
 
 def test_the_cost_is_counted_as_in_the_labs_measurements():
@@ -144,15 +153,15 @@ def test_the_cost_is_counted_as_in_the_labs_measurements():
         options["seqlen"], options["kv_seqlen"] = options.pop("seqlen_q"), options.pop("seqlen_k")
         backward = options.pop("backward")
         one = passes_of(Case(backend="", direction="forward+backward", **options))[backward]
-        assert checks.attention_cost(**shape) == (one.flops, one.bytes)
+        assert checks.ex_4_1_cost.attention_cost(**shape) == (one.flops, one.bytes)
 
 
 def test_the_fit_is_the_minimum_of_the_relative_errors():
     flops, ms = fitting._measured(np.random.default_rng(0), rows=12, noise=0.1)
-    start, rate = checks.fit_time(flops, ms)
+    start, rate = checks.ex_4_4_predict.fit_time(flops, ms)
 
     def loss(start, rate):
-        return np.square(checks.predict_time(flops, start, rate) / ms - 1).sum()
+        return np.square(checks.ex_4_4_predict.predict_time(flops, start, rate) / ms - 1).sum()
 
     for by in (0.99, 1.01):
         assert loss(start, rate) < min(loss(start * by, rate), loss(start, rate * by))
@@ -164,7 +173,7 @@ def test_two_numbers_predict_recorded_times_on_an_h200():
     table = run[(run.backend == "fa4") & (run.direction == "forward") & ~run.causal].copy()
     table["flops"] = [case_of(row).flops() for row in table.to_dict("records")]
     table["held_out"] = ~table.seqlen.isin([512, 4096, 16_384])
-    start, rate, error = checks.held_out_error(table)
+    start, rate, error = checks.ex_4_4_predict.held_out_error(table)
     assert 0 < start < 0.1
     assert 300 < rate < 990
     assert error < 0.1
@@ -187,7 +196,9 @@ def test_planned_bytes_come_within_a_tenth_of_a_measured_step(
     tokens = torch.randint(vocab, (1, 512), generator=torch.Generator().manual_seed(0))
     measured = measure_peak_memory(lambda: model(tokens, tokens).backward(), device="cpu")
     options = {"stores_scores": stores_scores, "checkpoint": checkpoint, "loss_chunk": chunk}
-    predicted = checks.held_bytes(512, **shape, mlp_width=512, vocab=vocab, **options)
+    predicted = checks.ex_3_3_kept_bytes.held_bytes(
+        512, **shape, mlp_width=512, vocab=vocab, **options
+    )
     assert predicted == pytest.approx(measured.peak_bytes, rel=0.1)
 
 

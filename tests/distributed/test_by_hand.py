@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from labsupport.checks import check_ring_backward
-from labsupport.checks.data_parallel import (
+from labsupport.checks.ex_3_6_data_parallel import (
     ShardedLinear,
     average_each,
     average_in_buckets,
     make_buckets,
 )
-from labsupport.checks.ring_backward import ring_backward
+from labsupport.checks.ex_3_7_ring_backward import ring_backward
 from labsupport.distributed.by_hand import (
     ProcessComm,
     RehearsalError,

@@ -68,10 +68,10 @@ READS = {
 }
 # Where solutions stand that are not in the sandbox at all.
 ABSENT = {
-    "a check's solution": "from labsupport.checks import textbook as t; "
+    "a check's solution": "from labsupport.checks import ex_1_1_textbook_attention as t; "
     "return t.textbook_attention",
-    "by its name": "from labsupport import checks; return checks.overall_speedup",
-    "its mistakes": "from labsupport.checks import amdahl; return amdahl.MISTAKES",
+    "by its name": "from labsupport import checks; return checks.ex_2_4_amdahl.overall_speedup",
+    "its mistakes": "from labsupport.checks import ex_2_4_amdahl as t; return t.SHARE_MISTAKES",
     "the notebooks": "return next(package.parent.rglob('*.ipynb'))",
     "the tests": "return next(package.parent.rglob('test_*.py'))",
     "its text": "return next(f for f in package.rglob('*.py') if 'def ' + 'overall_speedup' "

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from labsupport.checks.errors import CheckFailed, kind
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,
     explain,
     judge,
     judge_numbers,
-    kind,
     mistakes,
     passed,
     results,

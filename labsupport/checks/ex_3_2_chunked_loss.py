@@ -10,16 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.verdict import (
-    CheckFailed,
-    call,
-    draw,
-    judge_call,
-    mistakes,
-    own_line,
-    passed,
-    tensor,
-)
+from labsupport.checks.errors import CheckFailed
+from labsupport.checks.verdict import call, draw, judge_call, mistakes, own_line, passed, tensor
 from labsupport.profiling.memory import LargestTensor, measure_peak_memory
 from labsupport.profiling.units import format_bytes
 

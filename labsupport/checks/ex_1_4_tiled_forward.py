@@ -1,4 +1,4 @@
-"""Exercises 1-4 (the tiled forward) and 1-5 (its backward)."""
+"""Exercise 1-4: the tiled forward pass of FlashAttention."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labsupport.checks.errors import CheckFailed
 from labsupport.checks.row_watch import by_hand
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,
@@ -23,7 +23,13 @@ from labsupport.checks.verdict import (
 )
 from labsupport.profiling.memory import LargestTensor
 
-FORWARD_NAMES, BACKWARD_NAMES = ("out", "lse"), ("dq", "dk", "dv")
+NAMES = ("out", "lse")
+EDGES = (
+    (30, 30, True),
+    (29, 37, False),
+    (21, 45, True),
+    (45, 21, True),
+)  # seqlen_q, seqlen_k, causal
 Inputs = tuple[Tensor, Tensor, Tensor]  # q, k, v
 
 
@@ -57,7 +63,7 @@ def flash_forward(
     return out, lse
 
 
-FORWARD_MISTAKES = mistakes(r"""
+MISTAKES = mistakes(r"""
 The running maximum starts at 0: a row with scores far below 0 vanishes. Start it at -inf.
     q.new_full(q[..., rows, 0].shape, -torch.inf) -> q.new_zeros(q[..., rows, 0].shape)
 The running maximum starts at 0: in a row with scores far below 0, l is 0, and O / l is NaN. Start
@@ -145,137 +151,13 @@ It is the running maximum; the log-sum-exp is m + log(l).
 L is a natural logarithm: torch.log, not log2.
     torch.log(l) -> torch.log2(l)
 """)
-
-
-def flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    block_q: int,
-    block_k: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of FlashAttention's backward pass."""
-    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
-    scale = 1 / math.sqrt(q.shape[-1])
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    delta = (dout * out).sum(dim=-1)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    for j in range(0, seqlen_k, block_k):
-        cols = slice(j, min(j + block_k, seqlen_k))
-        for i in range(0, seqlen_q, block_q):
-            rows = slice(i, min(i + block_q, seqlen_q))
-            s = q[..., rows, :] @ k[..., cols, :].mT * scale
-            if is_causal:
-                query = torch.arange(rows.start, rows.stop)[:, None]
-                key = torch.arange(cols.start, cols.stop)
-                s = s.masked_fill(key > query + seqlen_k - seqlen_q, -torch.inf)
-            p = torch.exp(s - lse[..., rows, None])
-            dp = dout[..., rows, :] @ v[..., cols, :].mT
-            ds = p * (dp - delta[..., rows, None])
-            dq[..., rows, :] += ds @ k[..., cols, :] * scale
-            dk[..., cols, :] += ds.mT @ q[..., rows, :] * scale
-            dv[..., cols, :] += p.mT @ dout[..., rows, :]
-    return dq, dk, dv
-
-
-BACKWARD_MISTAKES = mistakes(r"""
-The causal mask is shifted the wrong way: query i sees keys up to i + seqlen_k - seqlen_q.
-    query + seqlen_k - seqlen_q -> query + seqlen_q - seqlen_k
-dq and dk are still zeros, as in step 1: add up their parts, tile by tile.
-    return dq, dk, dv -> return 0 * dq, 0 * dk, dv
-The three gradients come back in another order: return dq, dk, dv.
-    return dq, dk, dv -> return dv, dk, dq
-The gradients come back in another order: return dq, dk, dv.
-    return dq, dk, dv -> return dk, dq, dv
-D is missing: dS = P * (dP - D).
-    - delta[..., rows, None] ->
-dS = P * (dP - D): the factor P is missing.
-    ds = p * -> ds =
-D was taken from one tile, but its sum runs over the whole row: take it from dO and O.
-    delta[..., rows, None] -> (p * dp).sum(-1, keepdim=True)
-P is a softmax of the tile alone. It must be normalised over the whole row: exp(S - lse).
-    torch.exp(s - lse[..., rows, None]) -> s.softmax(-1)
-P is not normalised: it is exp(S - lse), with the log-sum-exp, not the maximum.
-    s - lse[..., rows, None] -> s - s.amax(-1, keepdim=True)
-    block_k): -> seqlen_k):
-    j + block_k -> j + seqlen_k
-dQ = scale * dS K: the scale is missing in dQ.
-    ds @ k[..., cols, :] * scale -> ds @ k[..., cols, :]
-dK = scale * dS^T Q: the scale is missing in dK.
-    q[..., rows, :] * scale -> q[..., rows, :]
-The recomputed scores lack the scale, 1 / sqrt(head_dim).
-    .mT * scale -> .mT
-P is recomputed without the causal mask.
-    if is_causal -> if False
-The mask is applied although is_causal is False.
-    if is_causal -> if True
-The last, shorter block of keys is left out: loop to seqlen_k.
-    range(0, seqlen_k, block_k) -> range(0, seqlen_k // block_k * block_k, block_k)
-Hidden scores are 0, but exp(0 - lse) is not: set them to -inf.
-    - seqlen_q, -torch.inf) -> - seqlen_q, 0.0)
-Tiles are skipped too early: the last query of a block sees more keys than the first. Skip a tile
-only if the last one sees none of its keys.
-    s = q -> if is_causal and j > i + seqlen_k - seqlen_q: continue\n            s = q
-Tiles are skipped one key too early: the last query of a block sees this tile's first key.
-    s = q -> if is_causal and j >= rows.stop - 1 + seqlen_k - seqlen_q: continue\n            s = q
-Tiles are skipped as if the mask were aligned top-left: query i sees keys up to
-i + seqlen_k - seqlen_q.
-    s = q -> if is_causal and j >= i + block_q: continue\n            s = q
-The causal mask is aligned top-left; it must be bottom-right, as in the forward.
-    query + seqlen_k - seqlen_q -> query
-The causal mask is the triangle of the tile itself: count queries and keys from the start of the
-sequence, not of the tile.
-    torch.arange(rows.start, rows.stop) -> torch.arange(rows.stop - rows.start)
-    torch.arange(cols.start, cols.stop) -> torch.arange(cols.stop - cols.start)
-The causal mask hides the query's own position too.
-    key > query -> key >= query
-Each block overwrites the contribution of the one before: it must be added up (+=).
-    :] += -> :] =
-A query that sees no key gives NaN: its lse is -inf, and exp(s - lse) is exp(-inf + inf). Replace
-such an lse by +inf, so that its P is 0.
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf) -> pass
-""")
-
-
-def score_gradient(p: Tensor, dout: Tensor, out: Tensor, v: Tensor) -> Tensor:
-    """Return dS of one tile, from its P, its rows of dO and O, and its rows of V."""
-    delta = (dout * out).sum(dim=-1, keepdim=True)
-    return p * (dout @ v.mT - delta)
-
-
-SCORE_MISTAKES = mistakes("""
-D was taken from this tile, but its sum runs over the whole row, and the other columns are not here.
-Insert dP = dO V^T into the sum, and look for O in it.
-    (dout * out).sum(dim=-1, keepdim=True) -> (p * (dout @ v.mT)).sum(-1, keepdim=True)
-D is missing: dS = P * (dP - D).
-    - delta ->
-The factor P is missing: dS = P * (dP - D).
-    p * (dout @ v.mT - delta) -> dout @ v.mT - delta
-D belongs inside of the brackets: dS = P * (dP - D), not P * dP - D.
-    p * (dout @ v.mT - delta) -> p * (dout @ v.mT) - delta
-D is added, but it must be subtracted.
-    - delta -> + delta
-D is one number for each query: the sum over the row of dO * O, not its mean.
-    .sum(dim=-1 -> .mean(dim=-1
-D is the sum of dO * O over the last dimension, head_dim: this one runs over the queries.
-    .sum(dim=-1, keepdim=True) -> .sum(dim=-2, keepdim=True).mean(-1, keepdim=True)
-dS is the gradient of the scaled scores S: the scale comes later, in dQ and dK.
-    p * ( -> v.shape[-1] ** -0.5 * p * (
-""")
 ### END SOLUTION
-
-
-# --- forward --------------------------------------------------------------------------------------
 
 
 def check_forward_rows(student: Student, seed: int = 0) -> None:
     """Exercise 1-4, step 1: the output of one block of queries, without a mask."""
     for block_k in (16, 20):  # the second does not divide the length
-        inputs = _qkv(2, n_q=16, n_k=48, seed=seed)
+        inputs = rising_scores(2, n_q=16, n_k=48, seed=seed)
         where = f"(16 queries in one block, 48 keys in blocks of {block_k}) "
         _judge_forward(student, inputs, False, (16, block_k), ("out",), where)
     q, k, v = inputs
@@ -293,15 +175,15 @@ def check_forward_rows(student: Student, seed: int = 0) -> None:
 def check_forward_values(student: Student, seed: int = 0) -> None:
     """Exercise 1-4, step 2: all blocks of queries, without a mask."""
     for leading in ((2,), (), (2, 3)):
-        inputs = _qkv(*leading, n_q=32, n_k=48, seed=seed)
+        inputs = rising_scores(*leading, n_q=32, n_k=48, seed=seed)
         where = f"(inputs of {len(leading) + 2} dimensions) "
         for blocks in ((8, 16), (16, 8)):
-            _judge_forward(student, inputs, False, blocks, FORWARD_NAMES, where)
+            _judge_forward(student, inputs, False, blocks, NAMES, where)
     where = "(29 queries in blocks of 8: the last block is shorter) "
     _judge_forward(
-        student, _qkv(2, n_q=29, n_k=37, seed=seed), False, (8, 16), FORWARD_NAMES, where
+        student, rising_scores(2, n_q=29, n_k=37, seed=seed), False, (8, 16), NAMES, where
     )
-    inputs = _qkv(1, n_q=64, n_k=64, seed=seed)
+    inputs = rising_scores(1, n_q=64, n_k=64, seed=seed)
     with LargestTensor() as largest:
         call(student, *inputs, False, 8, 32)
     # All 64 x 64 scores are for the check of memory; here it is a tile of all queries.
@@ -316,7 +198,7 @@ def check_forward_values(student: Student, seed: int = 0) -> None:
 
 def check_forward_lse(student: Student, seed: int = 0) -> None:
     """Exercise 1-4, step 1: the log-sum-exp of one block of rows, which the backward needs."""
-    inputs = _qkv(2, n_q=16, n_k=48, seed=seed)
+    inputs = rising_scores(2, n_q=16, n_k=48, seed=seed)
     _judge_forward(student, inputs, False, (16, 16), ("lse",))
     passed("the log-sum-exp agrees with that of the whole row", seed)
 
@@ -324,11 +206,14 @@ def check_forward_lse(student: Student, seed: int = 0) -> None:
 def check_forward_edges(student: Student, seed: int = 0) -> None:
     """Exercise 1-4, step 3: causal masks, unequal lengths, partial blocks, empty rows."""
     for n_q, n_k, is_causal in (*EDGES, (1, 40, True), (40, 49, True)):
-        inputs, blocks = _qkv(2, n_q=n_q, n_k=n_k, seed=seed), (16, 8) if n_k == 49 else (8, 16)
+        inputs, blocks = (
+            rising_scores(2, n_q=n_q, n_k=n_k, seed=seed),
+            (16, 8) if n_k == 49 else (8, 16),
+        )
         lengths = f"seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}"
         where = f"({lengths}, blocks {blocks[0]} x {blocks[1]}) "
-        _judge_forward(student, inputs, is_causal, blocks, FORWARD_NAMES, where)
-    rising = _steps(*_qkv(2, n_q=32, n_k=32, seed=seed), 400)
+        _judge_forward(student, inputs, is_causal, blocks, NAMES, where)
+    rising = _steps(*rising_scores(2, n_q=32, n_k=32, seed=seed), 400)
     where = "(causal, scores that rise from key to key) "
     _judge_forward(student, rising, True, (8, 16), ("out",), where, allowed=0.02)
     passed("causal and partial blocks, unequal lengths and empty rows are right", seed)
@@ -341,9 +226,9 @@ def check_forward_memory(student: Student) -> None:
         CheckFailed: names the shape of the largest tensor and the operator that made it; or the
             output without a mask is wrong, so that a stub that computes nothing cannot pass.
     """
-    inputs = _qkv(1, n_q=256, n_k=256, seed=0)
+    inputs = rising_scores(1, n_q=256, n_k=256, seed=0)
     exact = flash_forward(*inputs, False, 32, 32)[:1]  # of the output alone
-    _judge_memory(student, lambda is_causal: inputs, FORWARD_NAMES, exact)
+    judge_memory(student, lambda is_causal: inputs, NAMES, exact)
 
 
 def _judge_forward(
@@ -357,9 +242,7 @@ def _judge_forward(
 ) -> None:
     arguments = (*inputs, is_causal, *blocks)
     options: Any = {"judged": names, "where": where, "allowed": allowed}
-    judge_call(
-        by_hand(student), flash_forward, FORWARD_MISTAKES, arguments, FORWARD_NAMES, **options
-    )
+    judge_call(by_hand(student), flash_forward, MISTAKES, arguments, NAMES, **options)
 
 
 def _far_below(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
@@ -382,91 +265,13 @@ def _require_tile(student: Student, seed: int) -> None:
         )
 
 
-# --- backward -------------------------------------------------------------------------------------
-
-
-def check_backward_dv(student: Student, seed: int = 0) -> None:
-    """Exercise 1-5, step 1: dV without a mask; dq and dk may still hold anything."""
-    _judge_backward(student, 32, 48, False, seed, judged=("dv",))
-    passed("dV agrees with the textbook's in float64", seed)
-
-
-def check_score_gradient(student: Student, seed: int = 0) -> None:
-    """Exercise 1-5, step 2: dS of one tile, which is only a part of its rows."""
-    q, k, v = _qkv(2, n_q=32, n_k=48, seed=seed)
-    dout = draw(*q.shape, seed=seed + 7)
-    out, lse = flash_forward(q, k, v, False, 8, 16)
-    rows, cols = slice(8, 16), slice(16, 32)
-    s = q[:, rows] @ k[:, cols].mT / q.shape[-1] ** 0.5
-    arguments = torch.exp(s - lse[:, rows, None]), dout[:, rows], out[:, rows], v[:, cols]
-    judge_call(student, score_gradient, SCORE_MISTAKES, arguments, ("ds",), factor=3)
-    passed("dS of a tile agrees with the textbook's in float64", seed)
-
-
-def check_backward_values(student: Student, seed: int = 0) -> None:
-    """Exercise 1-5, step 3: dQ, dK and dV without a mask."""
-    _judge_backward(student, 32, 48, False, seed)
-    passed("dQ, dK and dV agree with the textbook's in float64", seed)
-
-
-def check_backward_edges(student: Student, seed: int = 0) -> None:
-    """Exercise 1-5, step 3: causal masks, partial blocks, unequal lengths, empty rows."""
-    for n_q, n_k, is_causal in (*EDGES, (20, 29, True), (29, 20, True)):
-        blocks = (16, 8) if 20 in (n_q, n_k) else (8, 16)
-        lengths = f"seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}"
-        where = f"({lengths}, blocks {blocks[0]} x {blocks[1]}) "
-        _judge_backward(student, n_q, n_k, is_causal, seed, where, blocks=blocks)
-    passed("gradients are right for causal and partial blocks, unequal lengths, empty rows", seed)
-
-
-def check_backward_memory(student: Student) -> None:
-    """Exercise 1-5: P is recomputed tile by tile, never stored whole.
-
-    Raises:
-        CheckFailed: names the shape of the largest tensor and the operator that made it; or a
-            gradient without a mask is wrong, so that a stub that computes nothing cannot pass.
-    """
-    inputs = _qkv(1, n_q=256, n_k=256, seed=0)
-    dout = torch.ones_like(inputs[0])
-
-    def arguments(is_causal: bool) -> Any:
-        return dout, *inputs, *flash_forward(*inputs, is_causal, 32, 32)
-
-    unmasked: Any = (*arguments(False), False, 32, 32)
-    exact = flash_backward(*unmasked)
-    _judge_memory(student, arguments, BACKWARD_NAMES, exact)
-
-
-def _judge_backward(
-    student: Student,
-    n_q: int,
-    n_k: int,
-    is_causal: bool,
-    seed: int,
-    where: str = "",
-    judged: Sequence[str] = (),
-    blocks: tuple[int, int] = (8, 16),
-) -> None:
-    inputs = _qkv(2, n_q=n_q, n_k=n_k, seed=seed)
-    dout = draw(*inputs[0].shape, seed=seed + 7)
-    forward = flash_forward(*inputs, is_causal, *blocks)
-    arguments = (dout, *inputs, *forward, is_causal, *blocks)
-    names, known = BACKWARD_NAMES, BACKWARD_MISTAKES
-    options: Any = {"judged": judged, "where": where, "factor": 3}
-    judge_call(by_hand(student), flash_backward, known, arguments, names, **options)
-
-
-# --- both -----------------------------------------------------------------------------------------
-
-EDGES = ((30, 30, True), (29, 37, False), (21, 45, True), (45, 21, True))
-
-
-def _judge_memory(
+def judge_memory(
     student: Student,
     inputs: Callable[[bool], Sequence[Any]],
     names: Sequence[str],
     exact: Sequence[Tensor],
 ) -> None:
+    """Refuse tensors larger than the inputs, and results that are wrong without a mask."""
     n, d = exact[0].shape[-2:]
     for is_causal in (False, True):
         arguments = inputs(is_causal)
@@ -485,8 +290,8 @@ def _judge_memory(
     passed(f"the largest tensor created has {largest.numel:,} entries; N x N would be {n * n:,}")
 
 
-def _qkv(*leading: int, n_q: int, n_k: int, seed: int) -> Inputs:
+def rising_scores(*leading: int, n_q: int, n_k: int, seed: int) -> Inputs:
+    """Return q, k and v; later keys score higher, so that the maximum rises block by block."""
     q, k, v = (draw(*leading, n, 16, seed=seed + i) for i, n in enumerate((n_q, n_k, n_k), 10))
-    # Later keys score higher, so that the running maximum rises from block to block.
     k = k + torch.linspace(0, 1, n_k)[:, None] * q.mean(dim=-2, keepdim=True).sign()
     return q * 2, k, v

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labsupport.checks.errors import CheckFailed, short
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,
@@ -24,7 +24,6 @@ from labsupport.checks.verdict import (
     number,
     passed,
     results,
-    short,
     tensor,
     unpack,
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from labsupport.checks.causes import chosen_letter
+from labsupport.checks.errors import CheckFailed
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,
@@ -20,14 +20,6 @@ from labsupport.checks.verdict import (
     passed,
     results,
 )
-
-
-def chosen_letter(value: Any) -> str:
-    """Check that a student returned a letter from A to F; raise CheckFailed otherwise."""
-    letter = value.strip().upper() if isinstance(value, str) else ""
-    if letter not in tuple("ABCDEF"):
-        raise CheckFailed("name the cause by its letter, a text from A to F.")
-    return letter
 
 
 ### BEGIN SOLUTION

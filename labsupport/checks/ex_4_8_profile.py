@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from labsupport.checks.errors import CheckFailed, kind, readable
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     explain,
     judge_numbers,
-    kind,
     mistakes,
     number,
     passed,
-    readable,
     results,
     values,
 )

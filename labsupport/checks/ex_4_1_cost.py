@@ -25,16 +25,8 @@ from typing import Any
 
 import torch
 
-from labsupport.checks.verdict import (
-    CheckFailed,
-    Student,
-    call,
-    judge_numbers,
-    mistakes,
-    passed,
-    readable,
-    values,
-)
+from labsupport.checks.errors import CheckFailed, readable
+from labsupport.checks.verdict import Student, call, judge_numbers, mistakes, passed, values
 
 COST, ROOF = ("flops", "moved"), ("intensity", "least_ms", "bound_by")
 ARITHMETIC, MEMORY = "arithmetic", "memory"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labsupport.checks.errors import CheckFailed, short
 from labsupport.checks.verdict import (
-    CheckFailed,
     Mistake,
     Student,
     call,
@@ -22,7 +22,6 @@ from labsupport.checks.verdict import (
     mistakes,
     passed,
     results,
-    short,
     tensor,
 )
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from labsupport.checks.errors import CheckFailed
 from labsupport.checks.verdict import (
-    CheckFailed,
     Mistake,
     Student,
     call,

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labsupport.attention import oracle_attention
+from labsupport.checks.errors import CheckFailed, short
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,
@@ -19,7 +19,6 @@ from labsupport.checks.verdict import (
     mistakes,
     passed,
     results,
-    short,
     tensor,
 )
 

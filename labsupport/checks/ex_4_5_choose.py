@@ -21,17 +21,8 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from labsupport.checks.verdict import (
-    CheckFailed,
-    Mistake,
-    Student,
-    call,
-    explain,
-    kind,
-    mistakes,
-    passed,
-    results,
-)
+from labsupport.checks.errors import CheckFailed, kind
+from labsupport.checks.verdict import Mistake, Student, call, explain, mistakes, passed, results
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labsupport.checks.errors import CheckFailed
 from labsupport.checks.row_watch import RowWatch
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from labsupport.attention.fp8 import hadamard
+from labsupport.checks.errors import CheckFailed
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labsupport.checks.errors import CheckFailed, kind
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,
     explain,
     judge,
-    kind,
     mistakes,
     passed,
     results,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labsupport.checks.errors import CheckFailed, short
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,
@@ -21,7 +21,6 @@ from labsupport.checks.verdict import (
     mistakes,
     passed,
     results,
-    short,
     unpack,
 )
 

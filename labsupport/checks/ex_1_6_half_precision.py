@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from labsupport.attention import compare_with_oracle, oracle_attention, standard_attention
+from labsupport.checks.errors import CheckFailed, short
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,
@@ -20,7 +20,6 @@ from labsupport.checks.verdict import (
     mistakes,
     passed,
     results,
-    short,
     tensor,
 )
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.lookahead import chosen_letter
+from labsupport.checks.causes import chosen_letter
+from labsupport.checks.errors import CheckFailed
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,

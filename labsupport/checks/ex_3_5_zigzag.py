@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labsupport.checks.errors import CheckFailed
 from labsupport.checks.verdict import (
-    CheckFailed,
     Mistake,
     Student,
     call,

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from labsupport.attention import oracle_attention, standard_attention
+from labsupport.checks.errors import CheckFailed, kind
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,
     judge,
     judge_call,
-    kind,
     mistakes,
     passed,
     results,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labsupport.checks.errors import CheckFailed, kind, short
 from labsupport.checks.row_watch import RowWatch, by_hand
 from labsupport.checks.verdict import (
-    CheckFailed,
     Student,
     call,
     draw,
@@ -18,11 +18,9 @@ from labsupport.checks.verdict import (
     explain,
     judge,
     judge_call,
-    kind,
     mistakes,
     passed,
     results,
-    short,
     tensor,
     unpack,
 )

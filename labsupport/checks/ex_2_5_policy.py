@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labsupport.checks.verdict import CheckFailed, Student, call, kind, passed, short
+from labsupport.checks.errors import CheckFailed, kind, short
+from labsupport.checks.verdict import Student, call, passed
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
 
 Capability = tuple[int, int] | None

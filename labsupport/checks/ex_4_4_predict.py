@@ -26,17 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from labsupport.checks.verdict import (
-    CheckFailed,
-    Student,
-    call,
-    judge_numbers,
-    kind,
-    mistakes,
-    number,
-    passed,
-    values,
-)
+from labsupport.checks.errors import CheckFailed, kind
+from labsupport.checks.verdict import Student, call, judge_numbers, mistakes, number, passed, values
 
 if TYPE_CHECKING:
     import pandas as pd
