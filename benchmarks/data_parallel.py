@@ -52,7 +52,7 @@ from labsupport.distributed.scaling import (
     predict_ring,
 )
 from labsupport.distributed.sequence_parallel import shard_model
-from labsupport.profiling.benchmark import refusal
+from labsupport.profiling.grids import refusal
 from labsupport.profiling.provenance import command_line
 from labsupport.profiling.timing import Timing
 from labsupport.training import Decoder, DecoderConfig, MemoryOptions
@@ -270,7 +270,7 @@ def measure_scaling(
         return columns | {"predicted_ms": predicted}
 
     table = runner.run(
-        [runner.Case(row_of(c), partial(attempt, c)) for c in chosen if c.world <= info.world],
+        [runner.Trial(row_of(c), partial(attempt, c)) for c in chosen if c.world <= info.world],
         info.device,
         progress=info.rank == 0,
         on_rows=(lambda rows: on_rows(with_efficiency(rows))) if on_rows else None,

@@ -23,10 +23,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Call, Case, check_triton, in_turns, names, not_measured, numbers, run
+from benchmarks.runner import Call, Trial, check_triton, in_turns, names, not_measured, numbers, run
 from labsupport.attention import attention, oracle_attention
 from labsupport.attention.kernels import mode
-from labsupport.profiling.benchmark import refusal
+from labsupport.profiling.grids import refusal
 from labsupport.profiling.hardware import measured_ceilings
 from labsupport.profiling.timing import resolve_device
 
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     shapes = [DecodeShape(b, n, *sizes) for b, n in itertools.product(options.batch, options.keys)]
     wanted = [OURS, *(name for name in options.peers if name != OURS)]
     cases = [
-        Case(asdict(shape), partial(_measure_shape, shape, wanted, device, options.max_seconds))
+        Trial(asdict(shape), partial(_measure_shape, shape, wanted, device, options.max_seconds))
         for shape in shapes
     ]
     table = run(cases, device, seed=0, copy_gb_s=copy, interpreted=mode.interpreted())

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.runner import Case, names, run
+from benchmarks.runner import Trial, names, run
 from labsupport.attention.accuracy import relative_error
 from labsupport.attention.backends import attention
 from labsupport.attention.implementations import BACKENDS
@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     """
     device = resolve_device(options.device)
     callers = _callers(device, options.backends)
-    cases = [Case({"q": short(q)}, partial(_outcomes, callers, q, device)) for q in FLOAT_DTYPES]
+    cases = [Trial({"q": short(q)}, partial(_outcomes, callers, q, device)) for q in FLOAT_DTYPES]
     return run(cases, device, seed=0, shape="x".join(map(str, SHAPE)))
 
 

@@ -21,13 +21,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Call, Case, in_turns, not_measured, numbers, run
+from benchmarks.runner import Call, Trial, in_turns, not_measured, numbers, run
 from labsupport.attention import attention, oracle_attention, standard_attention
 from labsupport.attention.accuracy import relative_error
 from labsupport.attention.fp8 import fp8_attention
 from labsupport.checks.ex_1_7_fp8 import round_to_fp8
-from labsupport.profiling import cases as grids
-from labsupport.profiling.benchmark import refusal
+from labsupport.profiling import grids
+from labsupport.profiling.grids import refusal
 from labsupport.profiling.timing import resolve_device
 
 # The rows of `fp8_attention`: is the input rotated?
@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     """
     device = resolve_device(options.device)
     errors = [
-        Case(
+        Trial(
             {"data": data, "head_dim": d, "seqlen": options.error_seqlen, "causal": False},
             partial(_errors, data, d, options.error_seqlen, device),
         )
@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         for d, causal, n in itertools.product(options.head_dim, (False, True), options.seqlen)
     ]  # fmt: skip
     timed = [
-        Case(
+        Trial(
             {"data": "timed", "head_dim": s.head_dim, "seqlen": s.seqlen, "causal": s.causal},
             partial(_times, s, device, options.seconds),
         )

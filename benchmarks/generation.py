@@ -30,7 +30,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Case, Row, keep_rows, not_measured, run, some_of, spread
+from benchmarks.runner import Row, Trial, keep_rows, not_measured, run, some_of, spread
 from labsupport.attention.kernels import mode
 from labsupport.models.flops import model_flops
 from labsupport.models.generation.cuda_graph import GraphedDecoder
@@ -91,14 +91,14 @@ def show(table: pd.DataFrame, options: Namespace) -> str:
     return "\n".join([head, text, *not_measured(table, "what", "name")])
 
 
-def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
+def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Trial]:
     """All parts, one after the other."""
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
 
     def case(
         what: str, function: Callable[..., Row], name: str, batch: int, seqlen: int, **more: Any
-    ) -> Case:
+    ) -> Trial:
         row = {"what": what, "name": name, "compiled": False, "batch": batch, "seqlen": seqlen}
         row |= {"new_tokens": 0, "dtype": str(dtype).removeprefix("torch."), "kernel": ""} | more
 
@@ -111,7 +111,7 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
                     torch._dynamo.reset()  # what the case before compiled
                 return function(row, device, dtype, ceilings)
 
-        return Case(row, alone)
+        return Trial(row, alone)
 
     prompt, new = (128, 256) if gpu else (16, 32)
     for name in LOOPS:

@@ -14,11 +14,10 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.runner import Case, check_triton, in_turns, not_measured, numbers, run
+from benchmarks.runner import Trial, check_triton, in_turns, not_measured, numbers, run
 from labsupport.attention.backends import attention
 from labsupport.attention.kernels.config import Geometry
-from labsupport.profiling.benchmark import make_inputs
-from labsupport.profiling.cases import Case as Call
+from labsupport.profiling.grids import Case, make_inputs
 from labsupport.profiling.timing import resolve_device
 
 STEPS = {
@@ -52,7 +51,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     check_triton(options)
     device = resolve_device(options.device)
     shapes = [
-        Call(
+        Case(
             "flash_gluon", seqlen, batch=max(1, options.tokens // seqlen),
             heads=2048 // options.head_dim, head_dim=options.head_dim, dtype="bfloat16",
             causal=causal,
@@ -61,12 +60,12 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     ]  # fmt: skip
     if options.timeline:
         cases = [
-            Case({"step": step}, partial(_timeline, shapes[0], device, config))
+            Trial({"step": step}, partial(_timeline, shapes[0], device, config))
             for step, config in STEPS.items()
         ]
         return run(cases, device, seqlen=shapes[0].seqlen, head_dim=options.head_dim)
     cases = [
-        Case(
+        Trial(
             {"seqlen": shape.seqlen, "head_dim": shape.head_dim, "causal": shape.causal},
             partial(_steps, shape, device, options.seconds),
         )
@@ -76,7 +75,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
 
 
 def _launcher(
-    shape: Call, device: torch.device, config: dict[str, int], clock: torch.Tensor | None = None
+    shape: Case, device: torch.device, config: dict[str, int], clock: torch.Tensor | None = None
 ) -> Any:
     from labsupport.attention.kernels.forward_gluon import launch
 
@@ -86,7 +85,7 @@ def _launcher(
     return lambda: launch(q, k, v, out, lse, geometry, geometry.scale, clock=clock, **config)
 
 
-def _steps(shape: Call, device: torch.device, seconds: float) -> list[dict[str, Any]]:
+def _steps(shape: Case, device: torch.device, seconds: float) -> list[dict[str, Any]]:
     q, k, v, _ = (x.detach() for x in make_inputs(shape, device, seed=0))
     calls: dict[str, Any] = {
         name: partial(attention, q, k, v, causal=shape.causal, backend=name)
@@ -100,7 +99,7 @@ def _steps(shape: Call, device: torch.device, seconds: float) -> list[dict[str, 
     return [{"step": name} | row for name, row in rows.items()]
 
 
-def _timeline(shape: Call, device: torch.device, config: dict[str, int]) -> list[dict[str, Any]]:
+def _timeline(shape: Case, device: torch.device, config: dict[str, int]) -> list[dict[str, Any]]:
     clock = torch.zeros(config["CONSUMERS"], TILES, len(EVENTS), dtype=torch.int64, device=device)
     launch = _launcher(shape, device, config, clock=clock)
     for _ in range(20):  # the last one counts: by then the clock rate has settled

@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 
 import pandas as pd
 
-from benchmarks.runner import Case, keep_rows, names, run
+from benchmarks.runner import Trial, keep_rows, names, run
 from labsupport.checks.ex_3_9_long_positions import interpolated, ntk_aware, yarn
 from labsupport.models import load_model, source_text, tokens_of
 from labsupport.training import from_transformers
@@ -37,14 +37,14 @@ def measure(options: Namespace) -> pd.DataFrame:
         "YaRN": yarn(*shape, factor, trained),
     }
 
-    def case(module: str, method: str) -> Case:
+    def case(module: str, method: str) -> Trial:
         def scores() -> list[dict]:
             ids = tokens_of(loaded.tokenizer, source_text(module), options.length + 1)
             other = with_frequencies(model, *methods[method])
             found = nll_by_position(other, ids[:, :-1], ids[:, 1:], bucket=options.bucket)
             return found.to_dict("records")
 
-        return Case({"text": module, "method": method}, scores)
+        return Trial({"text": module, "method": method}, scores)
 
     cases = [case(module, method) for module in options.modules for method in methods]
     about = {"weights": loaded.source, "trained": trained, "factor": factor}

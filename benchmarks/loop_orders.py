@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.runner import Case, check_triton, in_turns, not_measured, numbers, run
+from benchmarks.runner import Trial, check_triton, in_turns, not_measured, numbers, run
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.autograd import forward
 from labsupport.attention.kernels.config import Geometry, KernelConfig, override, tiling
@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         for causal in (False, True)
         for batch, heads in (FEW if mode.interpreted() else BATCH_HEADS)
     ]
-    cases = [Case(asdict(s), partial(_measure, s, device, options.max_seconds)) for s in shapes]
+    cases = [Trial(asdict(s), partial(_measure, s, device, options.max_seconds)) for s in shapes]
     return run(cases, device, seed=0, interpreted=mode.interpreted())
 
 

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.runner import (
     Call,
-    Case,
+    Trial,
     in_turns,
     keep_rows,
     names,
@@ -30,8 +30,8 @@ from benchmarks.runner import (
     some_of,
 )
 from labsupport.attention.backends import attention, available_backends
-from labsupport.profiling import cases as grids
-from labsupport.profiling.benchmark import make_inputs
+from labsupport.profiling import grids
+from labsupport.profiling.grids import make_inputs
 from labsupport.profiling.tables import PEER_SHAPE, compare_with_peers, geometric_means
 from labsupport.profiling.timing import resolve_device
 
@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
             causal=causal, direction=options.direction,
         )  # fmt: skip
         row = {name: getattr(shape[0], name) for name in PEER_SHAPE}
-        cases.append(Case(row, partial(_measure_shape, shape, device, options.seconds)))
+        cases.append(Trial(row, partial(_measure_shape, shape, device, options.seconds)))
     return run(cases, device, on_rows=keep_rows(options), seed=0)
 
 

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 import pandas as pd
 import torch
 
-from benchmarks.runner import Case, Row, lengths, run
+from benchmarks.runner import Row, Trial, lengths, run
 from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import format_bytes
 from labsupport.training.config import PRESETS, DecoderConfig
@@ -35,7 +35,7 @@ def measure(options: Namespace) -> pd.DataFrame:
             return {"measured_bytes": peak, "error": predicted / peak - 1}
 
         row = {"seqlen": seqlen, "predicted_bytes": plan.peak_bytes, "when": plan.when}
-        cases.append(Case(row, measured))
+        cases.append(Trial(row, measured))
     return run(cases, device, preset=options.preset, autocast=options.autocast)
 
 

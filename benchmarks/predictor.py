@@ -27,8 +27,15 @@ from tqdm.auto import tqdm
 from benchmarks.runner import Call, spread
 from labsupport.analysis.predictor.device import CPU_CACHE_MIB
 from labsupport.attention.backends import last_call
-from labsupport.profiling.benchmark import call_of, make_inputs, predicted_shortage, refusal
-from labsupport.profiling.cases import DIRECTIONS, Case, grid
+from labsupport.profiling.grids import (
+    DIRECTIONS,
+    Case,
+    call_of,
+    grid,
+    make_inputs,
+    predicted_shortage,
+    refusal,
+)
 from labsupport.profiling.hardware import measure_ceilings
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance

@@ -31,10 +31,10 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.runner import Case, numbers, run, some_of
+from benchmarks.runner import Trial, numbers, run, some_of
 from labsupport.attention.kernels.config import KernelConfig, padded, tiling
 from labsupport.attention.kernels.mode import VARIABLE
-from labsupport.profiling.benchmark import refusal
+from labsupport.profiling.grids import refusal
 
 # Triton's names.
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -133,7 +133,7 @@ def measure(
     count = max(1, min(-(-len(jobs) // 4), os.cpu_count() or 1, 12))
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(_compiled, job) for job in jobs]
-        cases = [Case(job, future.result) for job, future in zip(jobs, futures, strict=True)]
+        cases = [Trial(job, future.result) for job, future in zip(jobs, futures, strict=True)]
         return run(cases, torch.device("cpu"))
 
 

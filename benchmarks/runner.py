@@ -1,6 +1,6 @@
-"""One case, one runner: how every program here turns measurements into a table.
+"""One runner: how every program here turns trials into a table.
 
-A program lists its cases; the runner measures them one after the other, frees memory in between,
+A program lists its trials; the runner measures them one after the other, frees memory in between,
 and turns a case that does not run into a row with a status and a reason, as `run_grid` does:
 
     ok, unsupported, out of memory, failed
@@ -18,7 +18,7 @@ import torch
 from tqdm.auto import tqdm
 
 from labsupport.attention.kernels import mode
-from labsupport.profiling.benchmark import refusal
+from labsupport.profiling.grids import refusal
 from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.runs import runs_dir, save_run
 from labsupport.profiling.timing import Timing, captured, measure_interleaved
@@ -29,7 +29,7 @@ Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Case:
+class Trial:
     """One thing to measure.
 
     Attributes:
@@ -43,7 +43,7 @@ class Case:
 
 
 def run(
-    cases: Iterable[Case],
+    cases: Iterable[Trial],
     device: torch.device,
     *,
     progress: bool = True,

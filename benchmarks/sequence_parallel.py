@@ -28,7 +28,7 @@ from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.distributed.ring import last_ring_call
 from labsupport.distributed.ring.kernels import KERNELS
 from labsupport.distributed.sequence_parallel import shard_length, shard_model
-from labsupport.profiling.benchmark import refusal
+from labsupport.profiling.grids import refusal
 from labsupport.profiling.timing import Timing
 from labsupport.training import PRESETS, Decoder, DecoderConfig
 from labsupport.training.history import read_peak, reset_peak
@@ -87,7 +87,7 @@ def measure_cases(cases: Sequence[Case], *settings: Any, on_rows: Any = None) ->
     """Measure cases on the process group that `setup_ddp` made; every rank calls this."""
     info = RankInfo.current()
     chosen = [
-        runner.Case(row_of(case, info.world), partial(measure_case, case, *settings))
+        runner.Trial(row_of(case, info.world), partial(measure_case, case, *settings))
         for case in cases
     ]
     about = {"world": info.world, "backend": dist.get_backend()}

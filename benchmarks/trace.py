@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.runner import Case, lengths, run
+from benchmarks.runner import Trial, lengths, run
 from labsupport.analysis import nsight
-from labsupport.profiling.cases import Case as Call
+from labsupport.profiling.grids import Case
 from labsupport.profiling.timing import captured, now, resolve_device
 
 CALLS = 8, 3  # so many are recorded, and the first ones left out
@@ -51,10 +51,10 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     if options.ncu:
         if (ncu := nsight.find("ncu")) is None:
             raise SystemExit(f"ncu not found: {nsight.INSTALL['ncu']}")
-        cases = [Case({"backend": name}, partial(_stalls, ncu, name)) for name in BACKENDS]
+        cases = [Trial({"backend": name}, partial(_stalls, ncu, name)) for name in BACKENDS]
     else:
         cases = [
-            Case({"call": name, "tokens": tokens}, partial(_timeline, prepare, tokens, device))
+            Trial({"call": name, "tokens": tokens}, partial(_timeline, prepare, tokens, device))
             for tokens in options.seqlen
             for name, prepare in PREPARED.items()
             if device.type == "cuda" or prepare is not _with_copy
@@ -146,7 +146,7 @@ def _timeline(
 
 def _stalls(ncu: str, backend: str) -> list[dict[str, Any]]:
     """Run one call of a backend under ncu."""
-    case = Call(backend, 4096, BATCH, HEADS, head_dim=HEAD_DIM, dtype="bfloat16")
+    case = Case(backend, 4096, BATCH, HEADS, head_dim=HEAD_DIM, dtype="bfloat16")
     options = ["--clock-control", "none", "--profile-from-start", "off"]
     command = nsight.ncu_command(*options, "--section", "WarpStateStats", ncu=ncu)
     program = [sys.executable, "-m", "labsupport.analysis.profile", json.dumps(asdict(case))]

@@ -37,7 +37,7 @@ from benchmarks import runner
 from labsupport.analysis.nsight import BYTES, INSTALL, ncu_command, read_ncu, run
 from labsupport.analysis.traffic import Sizes
 from labsupport.attention.kernels.config import tiling
-from labsupport.profiling.cases import ITEMSIZE, Case
+from labsupport.profiling.grids import ITEMSIZE, Case
 from labsupport.profiling.timing import resolve_device
 
 SHAPES = (  # plain, causal with another head_dim, grouped heads
@@ -68,7 +68,7 @@ def measure(options: Namespace) -> pd.DataFrame:
     for case in SHAPES if options.three else SHAPES[:1]:
         row: dict[str, Any] = asdict(case)
         del row["backend"], row["direction"]
-        cases.append(runner.Case(row, partial(count, case)))
+        cases.append(runner.Trial(row, partial(count, case)))
     return runner.run(cases, resolve_device(options.device), metrics=list(BYTES))
 
 
@@ -81,7 +81,7 @@ def count(case: Case) -> list[dict[str, Any]]:
     """Run the case's forward and backward under ncu, and compare."""
     code = (
         "import torch; from labsupport.profiling import Case; "
-        "from labsupport.profiling.benchmark import call_of, make_inputs; "
+        "from labsupport.profiling.grids import call_of, make_inputs; "
         f"case = {replace(case, direction='forward+backward')}; "
         "call_of(case, make_inputs(case, torch.device('cuda')))(); torch.cuda.synchronize()"
     )

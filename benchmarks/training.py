@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from benchmarks.runner import Case, Row, lengths, run, some_of
+from benchmarks.runner import Row, Trial, lengths, run, some_of
 from labsupport.profiling.timing import resolve_device
 from labsupport.training import PRESETS, DecoderConfig, MemoryOptions
 from labsupport.training.measure import measure_training, readable
@@ -128,7 +128,9 @@ def longest_that_trains(
 
         return last_that_runs(attempt, guess, widen) or {"seqlen": 0, "status": "out of memory"}
 
-    cases = [Case({"backend": strategy.name}, partial(search, strategy)) for strategy in strategies]
+    cases = [
+        Trial({"backend": strategy.name}, partial(search, strategy)) for strategy in strategies
+    ]
     about = {"limit_bytes": parse_bytes(limit), "parameters": config.parameters}
     return run(cases, device, multiple=multiple, **about)
 

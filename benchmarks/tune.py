@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from benchmarks.runner import Call, Case, check_triton, in_turns, numbers, run
+from benchmarks.runner import Call, Trial, check_triton, in_turns, numbers, run
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.autograd import backward, forward
 from labsupport.attention.kernels.config import (
@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         return rows
 
     cases = [
-        Case({"kernel": kernel, "head_dim": head_dim}, partial(tuned, kernel, head_dim))
+        Trial({"kernel": kernel, "head_dim": head_dim}, partial(tuned, kernel, head_dim))
         for head_dim in options.head_dim
         for kernel in KERNELS[options.direction]
     ]

@@ -408,7 +408,7 @@ predicted_intensity = None  # your guess, a number
 
 # %%
 from labsupport.profiling import measured_ceilings
-from labsupport.profiling.benchmark import make_inputs
+from labsupport.profiling.grids import make_inputs
 
 ceilings = measured_ceilings()
 name_of_dtype = str(dtype).removeprefix("torch.")

@@ -26,7 +26,7 @@ LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name i
 # Import nothing of ours. Everybody may import them.
 LEAVES = {"paths", "interrupt", "plotting"}
 # Files in labsupport/commands that are no command.
-COMMAND_HELPERS = {"grid_options", "train_options", "train_parallel"}
+COMMAND_HELPERS = {"train_options", "train_parallel"}
 OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
 # Kernels are defined when their file is imported. So Triton's doors are a folder and a file, and
 # others import kernel files inside of functions only.

@@ -28,6 +28,7 @@ import torch
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from traitlets.config import Config
 
 from grader.remote import programs
@@ -193,7 +194,7 @@ class _Worker:
         args, kwargs = request["args"], request["kwargs"]
         self.leaves, given = list(tensors_in((args, kwargs))), [*args, *kwargs.values()]
         before = [_digest(one) for one in given]
-        with _watched(request) as modes, self.watch.calls(student=student):
+        with _watched(request, self.watch.notes) as modes, self.watch.calls(student=student):
             result = function(*args, **kwargs)
         changed = [i for i, one in enumerate(given, 1) if _digest(one) != before[i - 1]]
         wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
@@ -211,7 +212,7 @@ class _Worker:
     def do_backward(self, request: Any) -> dict[str, Any]:
         number, *incoming = request["args"]
         outputs, leaves = self.graphs[number]
-        with _watched(request) as modes, self.watch.calls(student=True):
+        with _watched(request, self.watch.notes) as modes, self.watch.calls(student=True):
             gradients = torch.autograd.grad(
                 outputs, leaves, incoming, retain_graph=True, allow_unused=True
             )
@@ -239,11 +240,15 @@ def _kind_of(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def _watched(request: Any) -> Iterator[list[Any]]:
+def _watched(request: Any, notes: set[str]) -> Iterator[list[Any]]:
     """The check's dispatch modes around a call: they watch it as in the student's notebook."""
     with contextlib.ExitStack() as stack:
         modes = [getattr(importlib.import_module(m), kind)() for m, kind in request["modes"]]
-        yield [stack.enter_context(mode) for mode in modes]
+        for mode in modes:
+            stack.enter_context(mode)
+        if modes and _get_current_dispatch_mode_stack()[-len(modes) :] != modes:
+            notes.add("has switched the check's own watch off")
+        yield modes
 
 
 def _seen(modes: list[Any]) -> list[dict[str, Any]]:
@@ -262,7 +267,7 @@ def _digest(value: Any) -> bytes:
     """Return a hash of an argument's numbers."""
     if isinstance(value, Tensor) and value.layout == torch.strided:
         x = value.detach()  # without a copy: it would show in the checks of memory
-        flat = x.as_strided((span(x),), (1,)).view(torch.uint8).numpy()
+        flat = x.as_strided((span(x),), (1,)).view(torch.uint8).numpy().data
         return hashlib.blake2b(flat, person=str(tuple(x.shape)).encode()[:16]).digest()
     return hashlib.blake2b(b"".join(pack(value))).digest()
 

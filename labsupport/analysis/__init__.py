@@ -6,7 +6,6 @@ predictor/        time and memory of a call from a device's ceilings and a short
 recommend         which backend for a workload, and why
 tiles             block sizes: which fit into a fast memory, and what they move
 explorer          the same, with controls to play with
-profile           `labsupport profile`: a folder that begins with SUMMARY.md
 nsight            NVIDIA's profilers, and the counters that the lab shows
 """
 

@@ -11,7 +11,7 @@ from labsupport.analysis.predictor import Model, OutOfRangeError, Prediction, pr
 from labsupport.analysis.predictor.memory import inputs_bytes
 from labsupport.attention.implementations import by_name
 from labsupport.attention.registry import Can
-from labsupport.profiling.cases import Case
+from labsupport.profiling.grids import Case
 from labsupport.profiling.timing import format_ms
 from labsupport.profiling.units import format_bytes
 

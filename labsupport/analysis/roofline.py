@@ -3,7 +3,7 @@
 A pass (a kernel) with F FLOPs and Y bytes takes at least max(F / peak, Y / bandwidth), if the two
 overlap perfectly. Forward and backward are two passes, one after the other.
 
-What a pass computes and must move is counted in `labsupport.profiling.cases`.
+What a pass computes and must move is counted in `labsupport.profiling.grids`.
 
 Source: Williams et al., "Roofline" (2009).
 """
@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from labsupport.analysis.predictor.split import case_of
-from labsupport.profiling.cases import NO_WINDOW, Case
+from labsupport.profiling.grids import NO_WINDOW, Case, passes_of
 from labsupport.profiling.hardware import Ceilings, HardwareSpec
-from labsupport.profiling.work import passes_of
 
 if TYPE_CHECKING:
     import pandas as pd

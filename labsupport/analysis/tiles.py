@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from labsupport.analysis.traffic.formulas import closed_form, elements_needed, theorem
 from labsupport.analysis.traffic.problem import Sizes
-from labsupport.profiling.cases import ITEMSIZE
+from labsupport.profiling.grids import ITEMSIZE
 from labsupport.profiling.hardware import read_specs
 from labsupport.profiling.units import format_bytes
 

@@ -59,7 +59,7 @@ def check_command(
         --rdzv-endpoint HOST:29500 -m labsupport.cli ring check  on both of 2 nodes
     """
     from labsupport.distributed.ring_programs import MARKS, check, table
-    from labsupport.profiling.bench import listed
+    from labsupport.profiling.shapes import listed
 
     kernels = kernel and listed(kernel, str)
     _check_known("kernel", kernels, [entry.name for entry in table.KERNELS])
@@ -129,9 +129,9 @@ def bench_command(
 
     from labsupport.distributed import ring_programs
     from labsupport.distributed.ring_programs import LAYOUTS, MARKS, TRANSPORTS, table
-    from labsupport.profiling.bench import listed
     from labsupport.profiling.provenance import command_line
     from labsupport.profiling.runs import check_run_name, list_runs, save_run
+    from labsupport.profiling.shapes import listed
 
     small = backend == "gloo" or not torch.cuda.is_available()
     options = {

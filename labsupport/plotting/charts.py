@@ -2,7 +2,7 @@
 
 Solid lines are the reader's own run, dashed lines with hollow markers a recorded one. A case
 that ran out of memory is a cross at its length, at the top of the chart. Small print names device
-and date. Benchmark tables are DataFrames as `labsupport.profiling.benchmark.run_grid` returns them,
+and date. Benchmark tables are DataFrames as `labsupport.profiling.grids.run_grid` returns them,
 one shape family at a time.
 """
 

@@ -6,10 +6,8 @@ hardware, gpu         ceilings, specified and measured; a GPU's state as its dri
 timing                how long a call takes, and how surely; calls recorded as CUDA graphs
 memory                extra memory of a call, exactly; the bytes that its operators move
 trace                 which kernels and operators take the time
-cases                 what is measured: a grid of cases, their FLOPs and bytes
-benchmark, tables     a grid measured, as a table; errors by dtype; ratios and readable columns
-bench, advice         `labsupport bench`, `sweep`, `compare`, their presets, what figures mean
-baseline              has a call become slower?
+grids, tables         cases, their FLOPs and bytes; a grid of them measured; readable columns
+shapes                the presets, and the case that a command's options name
 provenance, runs      where a number comes from; tables kept under data/runs/
 units                 bytes as people read them
 
@@ -24,10 +22,9 @@ __getattr__: Any
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "benchmark": ["errors_by_dtype", "run_grid"],
         "card": ["environment_card"],
-        "cases": ["Case", "grid"],
         "environment": ["diagnose"],
+        "grids": ["Case", "errors_by_dtype", "grid", "run_grid"],
         "hardware": ["detect_device", "hardware_table", "measured_ceilings"],
         "memory": ["LargestTensor", "cap_gpu_memory", "largest_tensor", "measure_peak_memory"],
         "runs": ["load_run", "save_run"],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from labsupport.profiling.cases import Case
+from labsupport.profiling.grids import Case
 from labsupport.profiling.timing import format_ms
 from labsupport.profiling.units import format_bytes
 

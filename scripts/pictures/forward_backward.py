@@ -6,7 +6,7 @@ from matplotlib.patches import Rectangle
 from labsupport.attention.masks import AttentionMask
 from labsupport.plotting.explorer import TILE_COLOURS
 from labsupport.profiling import load_run
-from labsupport.profiling.cases import Case
+from labsupport.profiling.grids import Case
 
 KEPT, READ, WRITTEN, ADDED = d.BLUE, d.ORANGE, d.GREEN, d.RED
 

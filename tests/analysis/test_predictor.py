@@ -23,7 +23,7 @@ from labsupport.analysis.predictor.memory import peak_memory
 from labsupport.analysis.predictor.split import SHAPE, SPLITS, case_of, divide, recorded
 from labsupport.analysis.predictor.work import features, fused_bytes, makespan
 from labsupport.analysis.recommend import recommend
-from labsupport.profiling.cases import Case
+from labsupport.profiling.grids import Case
 from labsupport.profiling.runs import load_run
 
 CPU_RUN = "calibration-cpu"

@@ -11,9 +11,8 @@ from labsupport.attention import attention
 from labsupport.plotting import RoofLine, plot_roofline
 from labsupport.plotting.figure import alt_text
 from labsupport.profiling import grid, load_run
-from labsupport.profiling.cases import Case
+from labsupport.profiling.grids import Case, bytes_of, passes_of
 from labsupport.profiling.hardware import Ceilings, find_spec
-from labsupport.profiling.work import bytes_of, passes_of
 
 H200 = find_spec("NVIDIA H200")
 CPU = Ceilings("a CPU", 44.0, {"float32": 0.224, "bfloat16": 0.2})

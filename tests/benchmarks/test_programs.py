@@ -16,7 +16,7 @@ from benchmarks.training import last_that_runs
 from labsupport.analysis import nsight
 from labsupport.cli import app
 from labsupport.profiling import runs
-from labsupport.profiling.cases import Case
+from labsupport.profiling.grids import Case
 from labsupport.profiling.hardware import measured_ceilings
 from labsupport.training import Decoder, DecoderConfig
 
@@ -25,7 +25,7 @@ SHAPE = DecoderConfig(vocab_size=64, width=32, layers=2, heads=2)
 
 
 # Programs that only the commit of their recorded run still has.
-GONE = {"tasks"}
+GONE = {"attention", "baseline_noise", "tasks"}
 
 
 def test_the_commands_of_recorded_runs_parse():
@@ -76,7 +76,6 @@ def test_every_program_is_listed_with_what_it_measures(capsys):
 @pytest.mark.parametrize(
     ("command", "rows", "shown"),
     [
-        ("attention --backends standard,sdpa_flash --seqlen 32,64 --max-seconds 0.1", 4, "sdpa_"),
         ("agreement --data records --length 64 --steps 2", 6, "the worst gradient"),
         ("training --lengths 64 --strategies 4", 1, "+ checkpointing"),
         ("planner --preset tiny --lengths 64", 1, "predicted_bytes"),

@@ -11,7 +11,7 @@ from benchmarks.__main__ import main, parser_of
 from benchmarks.traffic import kernel_bytes
 from labsupport.attention.kernels import mode, version1
 from labsupport.attention.kernels.config import KernelConfig, decode_tiling, override, tiling
-from labsupport.profiling.cases import Case
+from labsupport.profiling.grids import Case
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

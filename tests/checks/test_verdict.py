@@ -18,9 +18,8 @@ from labsupport.checks import ex_4_5_choose as choosing
 from labsupport.checks import verdict
 from labsupport.checks.verdict import Mistake, judge, mistakes, mutant
 from labsupport.profiling import measure_peak_memory
-from labsupport.profiling.cases import Case
+from labsupport.profiling.grids import Case, passes_of
 from labsupport.profiling.runs import load_run
-from labsupport.profiling.work import passes_of
 from labsupport.training import Decoder, DecoderConfig, MemoryOptions
 from tests.checks.solutions import diagnosis, function, solution_source
 

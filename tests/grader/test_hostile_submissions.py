@@ -22,7 +22,7 @@ VARIANTS = {
 }
 ALWAYS = ["answers-for-itself", "invalid-json"]
 SLOW = sorted(VARIANTS.keys() - set(ALWAYS))
-UNDESERVED = {"library call", "odd name"}
+UNDESERVED = {"library call", "given lines changed"}
 
 pytestmark = pytest.mark.skipif(bool(wall_missing()), reason="there is no bubblewrap here")
 

@@ -38,7 +38,7 @@ AWKWARD = "Zürich 🦙, 日本語:\n\n\t  x\u0301 \u200d👩\x00 3.14 don't   <
         *("training.data", "training.tasks.facts", "training.measure"),
         *("training.memory", "training.planner", "training.sizes", "training.tokens"),
         *("distributed.data_parallel.costs", "distributed.ring.plan"),
-        *("distributed.scaling", "profiling.cases"),
+        *("distributed.scaling", "profiling.grids"),
     ],
 )
 def test_the_examples_are_right(name):

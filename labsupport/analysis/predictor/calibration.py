@@ -24,7 +24,7 @@ import numpy as np
 from labsupport.analysis.predictor.device import Device, device_of_run
 from labsupport.analysis.predictor.split import divide
 from labsupport.analysis.predictor.work import features
-from labsupport.profiling.cases import Case
+from labsupport.profiling.grids import Case
 
 if TYPE_CHECKING:
     import pandas as pd

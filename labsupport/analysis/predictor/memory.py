@@ -27,7 +27,7 @@ import math
 from typing import NamedTuple
 
 from labsupport.analysis.predictor.work import tile_sides
-from labsupport.profiling.cases import ITEMSIZE, Case
+from labsupport.profiling.grids import ITEMSIZE, Case
 
 
 class _Sizes:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from labsupport.profiling.cases import Case
+from labsupport.profiling.grids import Case
 from labsupport.profiling.runs import load_run
 
 if TYPE_CHECKING:

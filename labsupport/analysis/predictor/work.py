@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from labsupport.analysis.predictor.device import Device
 from labsupport.attention.masks import AttentionMask
-from labsupport.profiling.cases import ITEMSIZE, Case
+from labsupport.profiling.grids import ITEMSIZE, Case
 
 # Of the special-function units of a multiprocessor: 16 a clock, 3.9 * 10^12 a second on an H100
 # (FlashAttention-3 paper, section 3.1). 1.7 GHz stands for the clock of all GPUs.

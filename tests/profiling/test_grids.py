@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from labsupport.attention.reference import standard_attention
-from labsupport.profiling import benchmark, cases
-from labsupport.profiling.benchmark import (
+from labsupport.profiling import grids
+from labsupport.profiling.grids import (
     COLUMNS,
+    Case,
     errors_by_dtype,
+    grid,
     make_inputs,
     oracle_of_first,
     predicted_shortage,
@@ -17,7 +19,6 @@ from labsupport.profiling.benchmark import (
     run_case,
     run_grid,
 )
-from labsupport.profiling.cases import Case, grid
 from labsupport.profiling.tables import (
     arithmetic_bound_ms,
     compare_with_peers,
@@ -109,7 +110,7 @@ def test_an_interrupted_grid_keeps_its_rows(monkeypatch):
         if q.shape[1] == 32:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(benchmark, "attention", attention)
+    monkeypatch.setattr(grids, "attention", attention)
     table = run_grid(grid(["standard"], [16, 32, 64]), **QUICK)
     assert len(table) == 1
     assert table.attrs["provenance"]["interrupted"] is True
@@ -122,7 +123,7 @@ def test_the_oracle_sees_grouped_heads_and_no_error_is_told_for_long_sequences(m
     out = standard_attention(q.transpose(1, 2), k4, v4)[0].transpose(1, 2)
     torch.testing.assert_close(oracle_of_first(q, k, v, causal=False), out[0])
     assert run_case(case, CPU, measure_error=True, repeats=1)["max_error"] < 1e-14
-    monkeypatch.setattr(benchmark, "ORACLE_TOKENS", 23)
+    monkeypatch.setattr(grids, "ORACLE_TOKENS", 23)
     assert "max_error" not in run_case(case, CPU, measure_error=True, repeats=1)
 
 
@@ -164,7 +165,7 @@ def test_peers_are_compared_by_shape_and_pass_and_what_did_not_run_counts_nowher
         | {"direction": direction, "status": "ok", "median_ms": ms, "tflops": factor * 10 / ms}
         for backend, pairs in times.items()
         for shape, pair in enumerate(pairs)
-        for direction, factor, ms in zip(cases.DIRECTIONS, (1, 3.5), pair, strict=True)
+        for direction, factor, ms in zip(grids.DIRECTIONS, (1, 3.5), pair, strict=True)
     ]
     rows += [rows[-1] | {"seqlen": 2048, "status": "unsupported", "median_ms": math.nan}]
     ratios = compare_with_peers(pd.DataFrame(rows), "ours")
@@ -175,7 +176,7 @@ def test_peers_are_compared_by_shape_and_pass_and_what_did_not_run_counts_nowher
 
 
 def test_a_raised_ceiling_is_not_said_on_stdout(monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "raise_beaten", lambda device, reached: "raised")
+    monkeypatch.setattr(grids, "raise_beaten", lambda device, reached: "raised")
     run_grid([Case("standard", 16, heads=1, head_dim=8)], **QUICK)
     said = capsys.readouterr()
     assert ("raised" in said.err, said.out) == (True, "")

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from labsupport.analysis import nsight
-from labsupport.analysis import profile as profiles
-from labsupport.analysis.profile import Summary
 from labsupport.cli import app
+from labsupport.commands import profile as profiles
+from labsupport.commands.profile import Summary
 
 SMALL = ["--batch=1", "--seqlen=64", "--nheads=2", "--headdim=16", "--seconds=0.1", "--device=cpu"]
 
@@ -29,7 +29,7 @@ def test_a_shape_gives_a_folder_that_opens_with_its_summary(tmp_path):
     done = run("--out", out, *SMALL, "--backend=sdpa_flash,fa2")  # the second cannot run here
     assert done.exit_code == 0, done.output
     text = summary(out)
-    assert text.startswith("# Profile of attention: 1 × 64 × 2 × 16, float32, no mask")
+    assert text.startswith("# Profile of attention: standard, forward+backward, batch 1, 64 tokens")
     assert "State: complete." in text
     titles = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert titles == ["The machine", "Baseline and comparison", "How close to the ceiling",
@@ -66,10 +66,10 @@ def test_sections_fail_alone(tmp_path):
     with report.section("A"):
         report.add("found so far")
         raise MemoryError("no room")
-    assert "State: **not complete**: it was interrupted" in summary(tmp_path)
+    assert "State: not complete: it was interrupted" in summary(tmp_path)
     with report.section("B"):
         report.add("all well")
-    report.finish()
+    report.write("**not complete**, see the end")
     parts = "see the end.\n\n## A\n\nfound so far\n\n## B\n\nall well", "- A: MemoryError: no room"
     assert all(part in summary(tmp_path) for part in parts)
 
@@ -122,8 +122,8 @@ def test_the_profilers_leave_clocks_alone_and_their_reports_are_shown(tmp_path, 
         return ncu_csv() if "--import" in command else "\nflash_fwd_kernel"
 
     monkeypatch.setattr(nsight, "run", printed)
-    profiles._look_with_ncu(report, "ncu", tmp_path, ["python", "x.py"])
-    profiles._look_with_nsys(report, "nsys", tmp_path, ["python", "x.py"])
+    profiles.look_with_ncu(report, "ncu", tmp_path, ["python", "x.py"])
+    profiles.look_with_nsys(report, "nsys", tmp_path, ["python", "x.py"])
     look, page, record, stats = commands
     for command, words in (
         (look, ("--clock-control none", "--profile-from-start off", "python x.py")),
