@@ -25,9 +25,9 @@ ANSWERS = (
     *("attention/online_softmax", "attention/reference", "attention/rotary"),
     *("distributed/minimal_ring", "distributed/ring", "models/flops", "models/llama2c"),
     *("precision/autofix", "precision/losses", "precision/policy", "profiling/tables"),
-    *("profiling/work", "training/memory", "training/planner"),
+    *("profiling/grids", "training/memory", "training/planner"),
 )
-ONLY = {"precision.policy": "float16"}
+ONLY = {"precision.policy": "float16", "profiling.grids": "passes_of"}
 LIBRARIES = ("transformers/integrations", "transformers/models", "torch/nn/modules/activation")
 
 _LAB = str(Path(labsupport.__file__).parent)
