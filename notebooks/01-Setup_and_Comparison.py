@@ -505,9 +505,9 @@ def running_max_and_sum(scores, block_size):
     m = torch.full(scores.shape[:-1], -torch.inf, dtype=scores.dtype, device=scores.device)
     l = torch.zeros_like(m)
     for block in scores.split(block_size, dim=-1):
-        m_new = torch.maximum(m, block.amax(dim=-1))
+        m_new = torch.maximum(m, block.amax(-1))
         shift = m_new.masked_fill(m_new == -torch.inf, 0.0)
-        l = l * torch.exp(m - shift) + torch.exp(block - shift[..., None]).sum(dim=-1)
+        l = l * (m - shift).exp() + (block - shift[..., None]).exp().sum(-1)
         m = m_new
     return m, l
     ### END SOLUTION
@@ -1475,9 +1475,9 @@ def round_to_fp8(x, block=None):
     dims = tuple(range(x.ndim)) if block is None else (-2, -1)
     rounded = []
     for part in x.split(block or x.shape[-2], dim=-2):
-        scale = part.abs().amax(dims, keepdim=True) / 448
-        scale = scale.masked_fill(scale == 0, 1.0)
-        rounded.append((part / scale).to(torch.float8_e4m3fn).float() * scale)
+        largest = part.abs().amax(dims, keepdim=True)
+        scale = torch.where(largest == 0, 1.0, largest / 448)
+        rounded.append((part / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale)
     return torch.cat(rounded, dim=-2)
     ### END SOLUTION
 
@@ -1545,7 +1545,7 @@ def hadamard(n):
 def rotate(q, k, signs):
     """Queries and keys, rotated by the same matrix."""
     ### BEGIN SOLUTION
-    h = hadamard(q.shape[-1])
+    h = hadamard(q.shape[-1]).to(q.dtype)
     return q * signs @ h, k * signs @ h
     ### END SOLUTION
 

@@ -659,8 +659,10 @@ def visible(seqlen_q, seqlen_k, valid=None):
     ### BEGIN SOLUTION
     device = None if valid is None else valid.device
     ones = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    causal = ones.tril(diagonal=seqlen_k - seqlen_q)
-    return causal if valid is None else causal & valid[:, None, None, :]
+    mask = ones.tril(seqlen_k - seqlen_q)
+    if valid is not None:
+        mask = mask & valid[:, None, None, :]
+    return mask
     ### END SOLUTION
 
 
@@ -1336,14 +1338,17 @@ def split_decode(q, k, v, num_splits):
     """Attention of one query a head to all keys, computed in parts."""
     ### BEGIN SOLUTION
     outs, lses = [], []
-    parts = zip(k.tensor_split(num_splits, 1), v.tensor_split(num_splits, 1), strict=True)
-    for k_part, v_part in parts:
-        if k_part.shape[1] > 0:
-            scores = q @ k_part.mT / q.shape[-1] ** 0.5
-            lse = scores.logsumexp(-1, keepdim=True)
-            outs.append((scores - lse).exp() @ v_part)
-            lses.append(lse)
-    weights = torch.stack(lses).softmax(0)
+    for k_part, v_part in zip(
+        k.tensor_split(num_splits, 1), v.tensor_split(num_splits, 1), strict=True
+    ):
+        if k_part.shape[1] == 0:
+            continue
+        scores = q @ k_part.mT / q.shape[-1] ** 0.5
+        lse = scores.logsumexp(-1, keepdim=True)
+        outs.append((scores - lse).exp() @ v_part)
+        lses.append(lse)
+    lse = torch.stack(lses)
+    weights = torch.softmax(lse, 0)
     return (weights * torch.stack(outs)).sum(0)
     ### END SOLUTION
 
@@ -1401,7 +1406,7 @@ def quantise_keys(k):
     """Codes in int8, and the scale of each head."""
     ### BEGIN SOLUTION
     scale = k.abs().amax((1, 2), keepdim=True) / 127
-    return (k / scale).round().to(torch.int8), scale
+    return (k / scale).round().clamp(-127, 127).to(torch.int8), scale
     ### END SOLUTION
 
 
@@ -1513,21 +1518,21 @@ plotting.plot_weights({"every third": create_mask(every_third, None, None, 12, 1
 def causal_mask(b, h, q_idx, kv_idx):
     """True for the query's own key, and those before it."""
     ### BEGIN SOLUTION
-    return q_idx >= kv_idx
+    return kv_idx <= q_idx
     ### END SOLUTION
 
 
 def window_mask(window, b, h, q_idx, kv_idx):
     """Causal, and at most `window` places back."""
     ### BEGIN SOLUTION
-    return causal_mask(b, h, q_idx, kv_idx) & (q_idx - kv_idx <= window)
+    return (kv_idx <= q_idx) & (q_idx - kv_idx <= window)
     ### END SOLUTION
 
 
 def document_mask(ids, b, h, q_idx, kv_idx):
     """Causal, within one document."""
     ### BEGIN SOLUTION
-    return causal_mask(b, h, q_idx, kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
+    return (ids[b, q_idx] == ids[b, kv_idx]) & (kv_idx <= q_idx)
     ### END SOLUTION
 
 
@@ -2016,16 +2021,16 @@ import math
 def lost_share(frame):
     """The share of the gradients' entries that are 0."""
     ### BEGIN SOLUTION
-    back = frame[frame["pass"] == "backward"]
-    return back["zero"].sum() / back["entries"].sum()
+    gradients = frame[frame["pass"] == "backward"]
+    return float(gradients["zero"].sum() / gradients["entries"].sum())
     ### END SOLUTION
 
 
 def largest_scale(frame):
     """The largest power of 2 that takes no gradient beyond 65,504."""
     ### BEGIN SOLUTION
-    back = frame[frame["pass"] == "backward"]
-    return 2.0 ** math.floor(math.log2(65_504 / back["largest"].max()))
+    largest = frame[frame["pass"] == "backward"]["largest"].max()
+    return 2.0 ** math.floor(math.log2(65_504 / largest))
     ### END SOLUTION
 
 
@@ -2101,8 +2106,8 @@ print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
 def unscale(gradients, scale):
     """The gradients in float32, divided by the scale; and whether all of them are finite."""
     ### BEGIN SOLUTION
-    divided = [gradient.float() / scale for gradient in gradients]
-    return divided, all(gradient.isfinite().all().item() for gradient in divided)
+    finite = all(bool(g.isfinite().all()) for g in gradients)
+    return [g.float() / scale for g in gradients], finite
     ### END SOLUTION
 
 
@@ -2112,7 +2117,7 @@ def next_scale(scale, good_steps, finite, interval):
     if not finite:
         return scale / 2, 0
     if good_steps + 1 == interval:
-        return 2 * scale, 0
+        return scale * 2, 0
     return scale, good_steps + 1
     ### END SOLUTION
 

@@ -587,14 +587,15 @@ def kept_bytes(
     kept = layers * (seqlen * width if checkpoint else block)
     again = block if checkpoint else 0
     classifier = vocab * width
-
     if loss_chunk is None:
-        at_loss = 3 * seqlen * vocab
+        logits = 3 * seqlen * vocab
     else:
-        at_loss = min(loss_chunk, seqlen) * vocab + classifier
-    in_mlp = classifier + seqlen * mlp_width + again
-    in_attention = classifier + 2 * scores - mlp + again if stores_scores else 0
-    return itemsize * (kept + max(at_loss, in_mlp, in_attention))
+        logits = min(loss_chunk, seqlen) * vocab + classifier
+    moments = {"the loss": logits}
+    moments["the MLP's backward pass"] = classifier + again + seqlen * mlp_width
+    if stores_scores:
+        moments["attention's backward pass"] = classifier + again + 2 * scores - mlp
+    return itemsize * (kept + max(moments.values()))
     ### END SOLUTION
 
 
@@ -1364,8 +1365,7 @@ def zigzag_chunks(rank, world):
 def zigzag_positions(seqlen, rank, world):
     """Where a rank's tokens stand in the whole sequence."""
     ### BEGIN SOLUTION
-    size = seqlen // (2 * world)
-    chunks = zigzag_chunks(rank, world)
+    size, chunks = seqlen // (2 * world), zigzag_chunks(rank, world)
     return torch.cat([torch.arange(c * size, (c + 1) * size) for c in chunks])
     ### END SOLUTION
 
@@ -1706,14 +1706,13 @@ def average_each(parameters, comm, is_last):
     """Attach a hook to each parameter that averages its gradient over the ranks."""
 
     ### BEGIN SOLUTION
-    def average(parameter):
+    def average(p):
         if is_last():
-            wait = comm.all_reduce(parameter.grad)
-            wait()
-            parameter.grad /= comm.world
+            comm.all_reduce(p.grad)()
+            p.grad /= comm.world
 
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(average)
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(average)
     ### END SOLUTION
 
 
@@ -1770,12 +1769,12 @@ def make_buckets(sizes, cap):
     """The numbers of the parameters in each bucket, in the order in which gradients come."""
     ### BEGIN SOLUTION
     buckets, filled = [[]], 0
-    for number in reversed(range(len(sizes))):
+    for i in reversed(range(len(sizes))):
         if filled >= cap:
             buckets.append([])
             filled = 0
-        buckets[-1].append(number)
-        filled += sizes[number]
+        buckets[-1].append(i)
+        filled += sizes[i]
     return buckets
     ### END SOLUTION
 
@@ -1825,28 +1824,27 @@ checks.check_buckets(make_buckets, seed=62)
 def average_in_buckets(parameters, buckets, comm, is_last):
     """Attach hooks that send full buckets; return what waits for them and stores the means."""
     ### BEGIN SOLUTION
-    missing = [len(bucket) for bucket in buckets]
-    running = []
+    missing, running = [len(bucket) for bucket in buckets], []
 
-    def arrived(n):
+    def arrived(number):
         if not is_last():
             return
-        missing[n] -= 1
-        if missing[n] == 0:
-            flat = torch.cat([parameters[i].grad.flatten() for i in buckets[n]])
-            running.append((buckets[n], flat, comm.all_reduce(flat)))
+        missing[number] -= 1
+        if missing[number] == 0:
+            own = [parameters[i] for i in buckets[number]]
+            flat = torch.cat([p.grad.flatten() for p in own])
+            running.append((own, flat, comm.all_reduce(flat)))
 
-    for n, bucket in enumerate(buckets):
+    for number, bucket in enumerate(buckets):
         for i in bucket:
-            parameters[i].register_post_accumulate_grad_hook(lambda _, n=n: arrived(n))
+            parameters[i].register_post_accumulate_grad_hook(lambda _, n=number: arrived(n))
 
     def finish():
-        for bucket, flat, wait in running:
+        for own, flat, wait in running:
             wait()
-            parts = flat.split([parameters[i].numel() for i in bucket])
-            for i, part in zip(bucket, parts, strict=True):
-                gradient = parameters[i].grad
-                gradient.copy_(part.view_as(gradient) / comm.world)
+            parts = flat.split([p.numel() for p in own])
+            for p, part in zip(own, parts, strict=True):
+                p.grad.copy_(part.view_as(p) / comm.world)
         running.clear()
         missing[:] = [len(bucket) for bucket in buckets]
 
@@ -1925,7 +1923,8 @@ class ShardedLinear(torch.autograd.Function):
         ### BEGIN SOLUTION
         ctx.save_for_backward(x, shard)
         ctx.comm = comm
-        return x @ comm.all_gather(shard).mT
+        weight = comm.all_gather(shard)
+        return x @ weight.mT
         ### END SOLUTION
 
     @staticmethod
@@ -1933,9 +1932,10 @@ class ShardedLinear(torch.autograd.Function):
         """The gradients of x and of the shard; None for comm."""
         ### BEGIN SOLUTION
         x, shard = ctx.saved_tensors
-        dx = dy @ ctx.comm.all_gather(shard)
-        dshard = ctx.comm.reduce_scatter(dy.mT @ x) / ctx.comm.world
-        return dx, dshard, None
+        weight = ctx.comm.all_gather(shard)
+        dx = dy @ weight
+        dweight = dy.mT @ x
+        return dx, ctx.comm.reduce_scatter(dweight) / ctx.comm.world, None
         ### END SOLUTION
 
 
@@ -2090,20 +2090,18 @@ def ring_backward(dout, q, k, v, out, lse, comm):
     """The gradients of this rank's q, k and v."""
     ### BEGIN SOLUTION
     scale = q.shape[-1] ** -0.5
-    row_sums = (dout * out).sum(-1, keepdim=True)
+    delta = (dout * out).sum(-1, keepdim=True)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for step in range(comm.world):
         arriving = comm.send_on((k, v))
         if step <= comm.rank:
             scores = scale * q @ k.mT
             if step == 0:
-                later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-                scores = scores.masked_fill(later, -torch.inf)
+                hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+                scores = scores.masked_fill(hidden, -torch.inf)
             p = (scores - lse[..., None]).exp()
-            ds = scale * p * (dout @ v.mT - row_sums)
-            dq = dq + ds @ k
-            dk = dk + ds.mT @ q
-            dv = dv + p.mT @ dout
+            ds = scale * p * (dout @ v.mT - delta)
+            dq, dk, dv = dq + ds @ k, dk + ds.mT @ q, dv + p.mT @ dout
         dk, dv = comm.send_on((dk, dv))()
         k, v = arriving()
     return dq, dk, dv
@@ -2346,8 +2344,8 @@ import math
 def interpolated(head_dim, base, factor):
     """The frequencies, (head_dim // 2,), that divide all positions by `factor`."""
     ### BEGIN SOLUTION
-    plain = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    return plain / factor
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    return base**-exponents / factor
     ### END SOLUTION
 
 
@@ -2355,19 +2353,17 @@ def ntk_aware(head_dim, base, factor):
     """The frequencies of a larger base, which makes the last pair `factor` times as slow."""
     ### BEGIN SOLUTION
     larger = base * factor ** (head_dim / (head_dim - 2))
-    return interpolated(head_dim, larger, 1)
+    return larger ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     ### END SOLUTION
 
 
 def yarn(head_dim, base, factor, trained):
     """YaRN's frequencies, and its attention factor."""
     ### BEGIN SOLUTION
-    plain = interpolated(head_dim, base, 1)
-    at_32, at_1 = (
-        head_dim / 2 * math.log(trained / (2 * math.pi * turns)) / math.log(base)
-        for turns in (32, 1)
-    )
-    low, high = max(math.floor(at_32), 0), math.ceil(at_1)
+    plain = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    ends = [math.log(trained / (2 * math.pi * n)) / math.log(base) for n in (32, 1)]
+    low = max(math.floor(head_dim / 2 * ends[0]), 0)
+    high = math.ceil(head_dim / 2 * ends[1])
     ramp = ((torch.arange(head_dim // 2) - low) / (high - low)).clamp(0, 1)
     return (1 - ramp) * plain + ramp * plain / factor, 0.1 * math.log(factor) + 1
     ### END SOLUTION

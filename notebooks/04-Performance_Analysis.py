@@ -302,10 +302,9 @@ def attention_cost(
 def roof(flops, moved, tflops, gb_s):
     """(FLOPs a byte, least time in ms, "arithmetic" or "memory")."""
     ### BEGIN SOLUTION
-    arithmetic = flops / (tflops * 1e12) * 1e3
-    memory = moved / (gb_s * 1e9) * 1e3
-    bound_by = "arithmetic" if arithmetic > memory else "memory"
-    return flops / moved, max(arithmetic, memory), bound_by
+    arithmetic, memory = flops / tflops / 1e9, moved / gb_s / 1e6
+    by = "arithmetic" if arithmetic >= memory else "memory"
+    return flops / moved, max(arithmetic, memory), by
     ### END SOLUTION
 
 
@@ -606,8 +605,7 @@ for name, (ms, gb, tflop) in seen_by_ncu.items():
 def textbook_traffic(seqlen, head_dim, block_q):
     """(read, written) numbers of textbook attention, one head."""
     ### BEGIN SOLUTION
-    square, matrix = seqlen**2, seqlen * head_dim
-    passes = seqlen // block_q
+    square, matrix, passes = seqlen**2, seqlen * head_dim, seqlen // block_q
     read = (matrix + passes * matrix) + square + (square + passes * matrix)
     written = square + square + matrix
     return read, written
@@ -619,7 +617,7 @@ def tiled_traffic(seqlen, head_dim, block_q, block_k, *, outside, causal=False):
     ### BEGIN SOLUTION
     tiles = (seqlen // block_q) * (seqlen // block_k)
     if causal:
-        tiles = sum(math.ceil(stop / block_k) for stop in range(block_q, seqlen + 1, block_q))
+        tiles = sum(math.ceil(end / block_k) for end in range(block_q, seqlen + 1, block_q))
     matrix, rows, cols = seqlen * head_dim, block_q * head_dim, block_k * head_dim
     if outside == "queries":
         read = matrix + tiles * 2 * cols
@@ -1463,7 +1461,7 @@ def fit_time(flops, ms):
 def predict_time(flops, start_ms, tflops):
     """ms of a call, or of each."""
     ### BEGIN SOLUTION
-    return start_ms + flops / (tflops * 1e12) * 1e3
+    return start_ms + flops / tflops / 1e9
     ### END SOLUTION
 
 
@@ -1472,10 +1470,10 @@ def held_out_error(table):
     ### BEGIN SOLUTION
     ran = table[table.status == "ok"]
     seen, unseen = ran[~ran.held_out], ran[ran.held_out]
-    start_ms, tflops = fit_time(seen.flops.to_numpy(), seen.median_ms.to_numpy())
-    predicted = predict_time(unseen.flops, start_ms, tflops)
-    error = ((predicted - unseen.median_ms).abs() / unseen.median_ms).mean()
-    return start_ms, tflops, error
+    start, rate = fit_time(seen.flops.to_numpy(), seen.median_ms.to_numpy())
+    predicted, measured = predict_time(unseen.flops, start, rate), unseen.median_ms
+    error = ((predicted - measured).abs() / measured).mean()
+    return start, rate, float(error)
     ### END SOLUTION
 
 
@@ -2018,13 +2016,14 @@ predicted_degrees = None  # your guess, two integers
 def exp2_by_bits(x, coefficients):
     """2^x from a polynomial and the exponent's bits, float32."""
     ### BEGIN SOLUTION
-    x = torch.clamp(x, min=-127.0)  # where the exponent's bits are all 0
-    whole = torch.floor(x)
-    value = torch.zeros_like(x)
+    x = x.clamp(min=-127.0)
+    n = x.floor()
+    f = x - n
+    p = torch.zeros_like(f)
     for c in coefficients:
-        value = value * (x - whole) + c
-    moved = value.view(torch.int32) + (whole.to(torch.int32) << 23)
-    return moved.clamp(min=0).view(torch.float32)  # below 0 if the polynomial is below 1 at 0
+        p = p * f + c
+    bits = p.view(torch.int32) + (n.to(torch.int32) << 23)
+    return bits.clamp(min=0).view(torch.float32)  # p(0) < 1 and n = -127: below 0
     ### END SOLUTION
 
 
@@ -2033,11 +2032,10 @@ def smallest_degree(polynomials, dtype):
     ### BEGIN SOLUTION
     f = torch.linspace(0, 1, 1001, dtype=torch.float64)
     for coefficients in polynomials:
-        value = torch.zeros_like(f)
+        p = torch.zeros_like(f)
         for c in coefficients:
-            value = value * f + c
-        error = (value / torch.exp2(f) - 1).abs().max()
-        if error <= torch.finfo(dtype).eps / 2:
+            p = p * f + c
+        if (p / torch.exp2(f) - 1).abs().max() <= torch.finfo(dtype).eps / 2:
             return len(coefficients) - 1
     return 0
     ### END SOLUTION
@@ -2159,15 +2157,15 @@ figure
 def lazy_update(r, l, o, s, v, threshold):
     """One tile of keys into the running result; which rows were rescaled."""
     ### BEGIN SOLUTION
-    top = s.max(dim=-1).values
-    moves = top - r > threshold  # False for NaN: no key so far, none in this tile
-    new = torch.where(moves, top, r)
-    shift = torch.where(new == -torch.inf, 0.0, new)
-    factor = torch.exp2(r - shift)
-    weights = torch.exp2(s - shift[:, None])
-    l = factor * l + weights.sum(dim=-1)
-    o = factor[:, None] * o + weights @ v
-    return new, l, o, moves & r.isfinite()
+    top = s.amax(dim=-1)
+    rises = top - r > threshold  # False for NaN: no key so far, none in this tile
+    new = torch.where(rises, top, r)
+    safe = new.masked_fill(new == -torch.inf, 0.0)
+    alpha = torch.exp2(r - safe)
+    p = torch.exp2(s - safe[:, None])
+    l = l * alpha + p.sum(dim=-1)
+    o = o * alpha[:, None] + p @ v
+    return new, l, o, rises & (r > -torch.inf)
     ### END SOLUTION
 
 
@@ -2310,21 +2308,21 @@ def launch_gap(trace):
     """The share of the time in which no stream works."""
     ### BEGIN SOLUTION
     rows = trace.sort_values("start_us")
-    first, busy, latest = rows.start_us.min(), 0.0, -math.inf
-    for start, duration in zip(rows.start_us, rows.duration_us, strict=True):
-        end = start + duration
-        busy += max(0.0, end - max(start, latest))
-        latest = max(latest, end)
-    return 1 - busy / (latest - first)
+    first, busy, end = rows["start_us"].min(), 0.0, -math.inf
+    for start, duration in zip(rows["start_us"], rows["duration_us"], strict=True):
+        stop = start + duration
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return 1 - busy / (end - first)
     ### END SOLUTION
 
 
 def stall(report, kernel):
     """The top stall reason of a kernel, and its share of the waiting."""
     ### BEGIN SOLUTION
-    own = report[(report.kernel == kernel) & (report.reason != "selected")]
-    cycles = own.groupby("reason").cycles.mean()
-    return cycles.idxmax(), cycles.max() / cycles.sum()
+    own = report[report["kernel"] == kernel]
+    waits = own[own["reason"] != "selected"].groupby("reason")["cycles"].mean()
+    return str(waits.idxmax()), float(waits.max() / waits.sum())
     ### END SOLUTION
 
 

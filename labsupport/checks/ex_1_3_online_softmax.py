@@ -26,7 +26,7 @@ NAMES = ("m", "l")
 ### BEGIN SOLUTION
 def running_max_and_sum(scores: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Return the softmax statistics (m, l) of each row, seen one block at a time."""
-    m = torch.full(scores.shape[:-1], -torch.inf, dtype=scores.dtype)
+    m = torch.full(scores.shape[:-1], -torch.inf, dtype=scores.dtype, device=scores.device)
     l = torch.zeros_like(m)
     for block in scores.split(block_size, dim=-1):
         m_new = torch.maximum(m, block.amax(-1))

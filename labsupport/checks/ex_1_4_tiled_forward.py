@@ -40,21 +40,24 @@ def flash_forward(
     """Return (out, lse) of FlashAttention's forward pass."""
     seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
     scale = 1 / math.sqrt(q.shape[-1])
-    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:-1])
+    out = torch.zeros_like(q)
+    lse = q.new_zeros(q.shape[:-1])
     for i in range(0, seqlen_q, block_q):
         rows = slice(i, min(i + block_q, seqlen_q))
         m = q.new_full(q[..., rows, 0].shape, -torch.inf)
-        l, o = torch.zeros_like(m), torch.zeros_like(q[..., rows, :])
+        l = torch.zeros_like(m)
+        o = torch.zeros_like(q[..., rows, :])
         for j in range(0, seqlen_k, block_k):
             cols = slice(j, min(j + block_k, seqlen_k))
             s = q[..., rows, :] @ k[..., cols, :].mT * scale
             if is_causal:
-                query = torch.arange(rows.start, rows.stop)[:, None]
-                key = torch.arange(cols.start, cols.stop)
+                query = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+                key = torch.arange(cols.start, cols.stop, device=q.device)
                 s = s.masked_fill(key > query + seqlen_k - seqlen_q, -torch.inf)
             m_new = torch.maximum(m, s.amax(dim=-1))
             shift = m_new.masked_fill(m_new == -torch.inf, 0.0)
-            p, alpha = torch.exp(s - shift[..., None]), torch.exp(m - shift)
+            p = torch.exp(s - shift[..., None])
+            alpha = torch.exp(m - shift)
             l = l * alpha + p.sum(dim=-1)
             o = o * alpha[..., None] + p @ v[..., cols, :]
             m = m_new
@@ -73,7 +76,8 @@ it at -inf.
 m is the maximum of the last block only: keep the larger of it and the old m.
     torch.maximum(m, s.amax(dim=-1)) -> s.amax(dim=-1)
 The maximum is never subtracted, and exp overflows with large scores: P is exp(S - m_new).
-    torch.exp(s - shift[..., None]), torch.exp(m - shift) -> s.exp(), torch.ones_like(m)
+    torch.exp(s - shift[..., None]) -> s.exp()
+    torch.exp(m - shift) -> torch.ones_like(m)
     m + torch.log(l) -> torch.log(l)
 The scores are not divided by sqrt(head_dim).
     1 / math.sqrt(q.shape[-1]) -> 1.0
@@ -98,7 +102,8 @@ l and O, and divide by l once, after the last block.
     / l.masked_fill(l == 0, 1.0)[..., None] ->
 m, l and O go on from one block of queries to the next: each block of queries starts afresh.
     m = q.new_full -> if not i: m = q.new_full
-    l, o = torch -> if not i: l, o = torch
+    l = torch -> if not i: l = torch
+    o = torch -> if not i: o = torch
 O is never divided by l.
     / l.masked_fill(l == 0, 1.0)[..., None] ->
 O is divided by l inside the loop; divide once, after the last block.
@@ -135,8 +140,8 @@ The causal mask is shifted the wrong way: query i sees keys up to i + seqlen_k -
     query + seqlen_k - seqlen_q -> query + seqlen_q - seqlen_k
 The causal mask is the triangle of the tile itself: count queries and keys from the start of the
 sequence, not of the tile.
-    torch.arange(rows.start, rows.stop) -> torch.arange(rows.stop - rows.start)
-    torch.arange(cols.start, cols.stop) -> torch.arange(cols.stop - cols.start)
+    torch.arange(rows.start, rows.stop -> torch.arange(rows.stop - rows.start
+    torch.arange(cols.start, cols.stop -> torch.arange(cols.stop - cols.start
 The causal mask hides the query's own position too.
     key > query -> key >= query
 The last, shorter block of keys is left out: loop to seqlen_k.

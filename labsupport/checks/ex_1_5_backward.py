@@ -41,15 +41,15 @@ def flash_backward(
             rows = slice(i, min(i + block_q, seqlen_q))
             s = q[..., rows, :] @ k[..., cols, :].mT * scale
             if is_causal:
-                query = torch.arange(rows.start, rows.stop)[:, None]
-                key = torch.arange(cols.start, cols.stop)
+                query = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+                key = torch.arange(cols.start, cols.stop, device=q.device)
                 s = s.masked_fill(key > query + seqlen_k - seqlen_q, -torch.inf)
             p = torch.exp(s - lse[..., rows, None])
+            dv[..., cols, :] += p.mT @ dout[..., rows, :]
             dp = dout[..., rows, :] @ v[..., cols, :].mT
             ds = p * (dp - delta[..., rows, None])
             dq[..., rows, :] += ds @ k[..., cols, :] * scale
             dk[..., cols, :] += ds.mT @ q[..., rows, :] * scale
-            dv[..., cols, :] += p.mT @ dout[..., rows, :]
     return dq, dk, dv
 
 
@@ -100,8 +100,8 @@ The causal mask is aligned top-left; it must be bottom-right, as in the forward.
     query + seqlen_k - seqlen_q -> query
 The causal mask is the triangle of the tile itself: count queries and keys from the start of the
 sequence, not of the tile.
-    torch.arange(rows.start, rows.stop) -> torch.arange(rows.stop - rows.start)
-    torch.arange(cols.start, cols.stop) -> torch.arange(cols.stop - cols.start)
+    torch.arange(rows.start, rows.stop -> torch.arange(rows.stop - rows.start
+    torch.arange(cols.start, cols.stop -> torch.arange(cols.stop - cols.start
 The causal mask hides the query's own position too.
     key > query -> key >= query
 Each block overwrites the contribution of the one before: it must be added up (+=).

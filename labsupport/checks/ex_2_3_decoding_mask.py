@@ -26,7 +26,9 @@ from labsupport.checks.verdict import (
 ### BEGIN SOLUTION
 def visible(seqlen_q: int, seqlen_k: int, valid: Tensor | None = None) -> Tensor:
     """Return the mask of the last seqlen_q of seqlen_k tokens: True where a query may look."""
-    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)
+    device = None if valid is None else valid.device
+    ones = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    mask = ones.tril(seqlen_k - seqlen_q)
     if valid is not None:
         mask = mask & valid[:, None, None, :]
     return mask

@@ -65,8 +65,8 @@ def flop_share(
     projections = hidden * (2 * heads + 2 * kv_heads) * head_dim
     mlp = 3 * hidden * intermediate
     rest = 2 * seqlen * (layers * (projections + mlp) + hidden * vocab)
-    attention = layers * heads * 4 * seqlen**2 * head_dim / (2 if causal else 1)
-    return attention / (attention + rest)
+    attention_flops = layers * heads * 4 * seqlen**2 * head_dim / (2 if causal else 1)
+    return attention_flops / (attention_flops + rest)
 
 
 SHARE_MISTAKES = mistakes("""

@@ -32,7 +32,7 @@ def rotary_angles(
     positions: Tensor, head_dim: int, base: float = 10_000.0
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, (seqlen, head_dim // 2) each, of each position and pair."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
     frequencies = base ** (-exponents / head_dim)
     angles = positions[:, None] * frequencies
     return angles.cos().float(), angles.sin().float()

@@ -28,7 +28,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
         """Compute the loss, and the gradients that belong to it."""
-        counted = labels != IGNORED
+        counted = labels != -100
         count = counted.sum().clamp(min=1)
         targets = labels.masked_fill(~counted, 0)
         total = hidden.new_zeros(())
@@ -65,7 +65,7 @@ losses, and divide once, at the end.
     * kept).sum() -> * kept).sum() / kept.sum()
     return total / count -> return total / -(-len(labels) // chunk)
 Label 0 counts, too: only -100 marks a token that does not.
-    labels != IGNORED -> labels > 0
+    labels != -100 -> labels > 0
 Label 0 counts, too: its loss is missing.
     [:, 0] * kept -> [:, 0] * kept * (target[:, 0] > 0)
 It is divided by all tokens. Divide by those whose label is not -100.
@@ -94,7 +94,7 @@ The incoming gradient is ignored: multiply by it. It is 3 where the loss is mult
 It is multiplied by the incoming gradient twice.
     * grad_loss -> * grad_loss * grad_loss
 Label 0 counts, too: only -100 marks a token that does not.
-    labels != IGNORED -> labels > 0
+    labels != -100 -> labels > 0
 Tokens with label 0 get no gradient: only -100 marks a token that does not count.
     d *= kept[:, None] -> d *= (kept & (labels[part] > 0))[:, None]
 The softmax runs over the tokens: it belongs over the vocabulary, dim=-1.

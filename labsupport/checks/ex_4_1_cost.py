@@ -120,7 +120,7 @@ def roof(flops: float, moved: float, tflops: float, gb_s: float) -> tuple[float,
     (2000.0, 20.0, 'arithmetic')
     """
     arithmetic, memory = flops / tflops / 1e9, moved / gb_s / 1e6
-    by = ARITHMETIC if arithmetic >= memory else MEMORY
+    by = "arithmetic" if arithmetic >= memory else "memory"
     return flops / moved, max(arithmetic, memory), by
 
 

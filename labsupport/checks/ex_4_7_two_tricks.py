@@ -154,7 +154,7 @@ def lazy_update(
         threshold: how far a score may exceed r before r follows.
     """
     top = s.amax(dim=-1)
-    rises = top - r > threshold
+    rises = top - r > threshold  # False for NaN: no key so far, none in this tile
     new = torch.where(rises, top, r)
     safe = new.masked_fill(new == -torch.inf, 0.0)
     alpha = torch.exp2(r - safe)

@@ -145,7 +145,7 @@ MASKS = solution_source("02", "ex-2-7-masks")
     [
         (
             checks.check_window_mask,
-            function(MASKS, "window_mask", "kv_idx) & (q", "kv_idx) and (q"),
+            function(MASKS, "window_mask", "q_idx) & (q", "q_idx) and (q"),
             "write &, with parentheses",
         ),
         (
@@ -172,7 +172,7 @@ def test_what_a_student_wrote_instead_is_named(check, student, said):
 
 
 def test_a_bound_below_each_scale_and_a_capital_letter_pass():
-    bound = ("scale.masked_fill(scale == 0, 1.0)", "scale.clamp(min=1e-6)")
+    bound = ("torch.where(largest == 0, 1.0, largest / 448)", "(largest / 448).clamp(min=1e-6)")
     student = function(solution_source("01", "ex-1-7-fp8"), "round_to_fp8", *bound)
     checks.check_fp8_blocks(student)
     checks.check_clock(function(REPAIRED, "after_repair", '"d"', '"D"'))

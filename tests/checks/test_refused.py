@@ -158,7 +158,7 @@ The longer time is the bound
 You give the same answer in every case
     arithmetic >= memory -> False
 not 'compute'
-    by = ARITHMETIC -> by = "compute"
+    by = "arithmetic" -> by = "compute"
 """)
 TRAFFIC = mistakes("""
 Expected read 12,800, written 8,704.
@@ -366,7 +366,7 @@ def test_a_matrix_of_scores_is_refused_although_the_values_are_right(student, ri
     assert said in diagnosis(memory, student)
 
 
-START = "counted = labels != IGNORED"
+START = "counted = labels != -100"
 KEPT = ("d = log_p.exp()", "d = log_p.exp(); ctx.kept.append(log_p)", "total =", "ctx.kept = []; total =")  # fmt: skip
 
 
