@@ -17,7 +17,7 @@ from pathlib import Path
 
 import filelock
 
-from grader.grade.plan import Check, Plan, make_plan
+from grader.grade.plan import CheckCell, Plan, make_plan
 from grader.grade.results import (
     NAME,
     CheckResult,
@@ -100,10 +100,10 @@ class _Run:
         self.flags: list[Flag] = []
 
     @property
-    def todo(self) -> list[Check]:
+    def todo(self) -> list[CheckCell]:
         return [check for check in self.plan.checks if check.grade_id not in self.results]
 
-    def record(self, check: Check, status: str, message: str) -> None:
+    def record(self, check: CheckCell, status: str, message: str) -> None:
         self.results[check.grade_id] = CheckResult(
             check.grade_id, check.exercise, check.points, status, message
         )

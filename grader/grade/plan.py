@@ -27,7 +27,7 @@ _HIDDEN = re.compile("### BEGIN HIDDEN TESTS.*?### END HIDDEN TESTS", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckCell:
     """One check cell of the solved notebook, and the student's names that it uses."""
 
     grade_id: str
@@ -57,7 +57,7 @@ class Plan:
     `absent` has (status, message) by exercise whose solution cell is missing or as it was given.
     """
 
-    checks: tuple[Check, ...]
+    checks: tuple[CheckCell, ...]
     steps: tuple[Step, ...]
     absent: dict[str, tuple[str, str]]
     flags: tuple[Flag, ...]
@@ -66,7 +66,7 @@ class Plan:
 def make_plan(pristine: Pristine, submission: Submission) -> Plan:
     """Decide what of a submission runs."""
     checks = {
-        name: Check(
+        name: CheckCell(
             name, pristine.exercise_of(name), cell.points, cell.source,
             tuple(sorted(names_of(cell.source)[0] - {"checks"})),
         )

@@ -286,7 +286,7 @@ def judge_memory(
             raise CheckFailed(
                 f"a tensor of shape {largest.shape} was created (by {largest.op}) for seqlen {n}, "
                 f"head_dim {d}, is_causal={is_causal}, blocks of 32: FlashAttention never stores "
-                "more than one 32 x 32 tile of scores beside tensors of its inputs' size."
+                "more than one 32 x 32 tile of scores, and tensors of its inputs' size."
             )
         if not is_causal:
             where = "(no mask; memory is judged only where the result is right)"

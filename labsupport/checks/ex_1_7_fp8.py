@@ -175,6 +175,6 @@ def _roundable(*shape: int, seed: int, block: int | None) -> Tensor:
         heads = 10.0 ** torch.arange(shape[0]).mul(-1.5)[:, None, None]
         x = x * heads * 10.0 ** (1.0 - torch.arange(shape[-2]) // block)[:, None]
     x[..., 0, 1] = -3 * x[..., 0, :].abs().amax(-1)  # the largest is negative
-    # 1% beside a number that e4m3 has, except for the largest: far from where rounding turns.
+    # 1% away from a number that e4m3 has, except for the largest: far from where rounding turns.
     near = round_to_fp8(x, block)
     return torch.where((near - x).abs() < 1e-6 * x.abs(), near, 0.99 * near)

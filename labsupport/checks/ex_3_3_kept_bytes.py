@@ -85,7 +85,7 @@ In attention's backward, the gradients of the probabilities and the scores are m
 In attention's backward there are *two* more matrices for every head, the gradients of the
 probabilities and of the scores.
     2 * scores -> scores
-In attention's backward you count a matrix too many for every head: two more, beside the stored one.
+In attention's backward you count a matrix too many for every head: two, and the stored one.
     2 * scores -> 3 * scores
 In attention's backward both of the block's MLP tensors are gone: - 2 * seqlen * mlp_width.
     scores - mlp -> scores - mlp / 2

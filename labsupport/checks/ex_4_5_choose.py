@@ -213,7 +213,7 @@ def tables(seed: int, *, close: bool = False, sources: bool = False) -> list[Wor
     Args:
         seed: draws them.
         close: with times within 5%.
-        sources: with predicted rows beside the measured ones.
+        sources: with predicted rows next to measured ones.
     """
     rng = random.Random(seed)
     return [_workload(rng, close, sources) for _ in range(TABLES)]

@@ -24,7 +24,7 @@ PASSED, FAILED, NOT_RUN, NOT_WRITTEN = "passed", "not passed", "not run", "not w
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckState:
     """One check cell: its exercise, its points and its state."""
 
     exercise: str
@@ -41,7 +41,7 @@ class Progress:
         troubles: what could not be read, one sentence each.
     """
 
-    checks: dict[str, list[Check]] = field(default_factory=dict)
+    checks: dict[str, list[CheckState]] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -55,13 +55,13 @@ class Progress:
         return out + self.troubles
 
 
-def _points(checks: Iterable[Check]) -> str:
+def _points(checks: Iterable[CheckState]) -> str:
     checks = list(checks)
     earned = sum(check.points for check in checks if check.status == PASSED)
     return f"{earned:g} of {sum(check.points for check in checks):g}"
 
 
-def _table(checks: list[Check]) -> list[str]:
+def _table(checks: list[CheckState]) -> list[str]:
     exercises = list(dict.fromkeys(check.exercise for check in checks))
     width = max((len(name_of(exercise)) for exercise in exercises), default=0)
     out = []
@@ -82,7 +82,7 @@ def name_of(exercise: str) -> str:
     return f"{'-'.join(parts[:2])} {' '.join(parts[2:])}".strip()
 
 
-def _checks_of(cells: list[Any], status: Callable[[dict[str, Any]], str]) -> list[Check]:
+def _checks_of(cells: list[Any], status: Callable[[dict[str, Any]], str]) -> list[CheckState]:
     roles = [(cell, cell.get("metadata", {}).get("nbgrader", {})) for cell in cells]
     solutions = [str(about.get("grade_id")) for _, about in roles if about.get("solution")]
     found = []
@@ -93,7 +93,7 @@ def _checks_of(cells: list[Any], status: Callable[[dict[str, Any]], str]) -> lis
         # The longest that fits: ex-1-1-a-b-values belongs to ex-1-1-a-b, not to ex-1-1-a.
         fitting = [solution for solution in solutions if name.startswith(f"{solution}-")]
         exercise = max(fitting, key=len, default=name)
-        found.append(Check(exercise, float(about.get("points") or 0), status(cell)))
+        found.append(CheckState(exercise, float(about.get("points") or 0), status(cell)))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from labsupport import paths
 from labsupport.course import checklist
-from labsupport.course.progress import PASSED, Check, name_of
+from labsupport.course.progress import PASSED, CheckState, name_of
 
 CORE, EXTRA = "core", "extra"
 
@@ -58,7 +58,7 @@ def read_days(page: Path | None = None) -> list[Day]:
 
 
 def lines_of_path(
-    days: Sequence[Day], checks: Mapping[str, list[Check]], boxes: Sequence[checklist.Item]
+    days: Sequence[Day], checks: Mapping[str, list[CheckState]], boxes: Sequence[checklist.Item]
 ) -> list[str]:
     """Report a student's progress on the path: a line for each day, and one for each kind of tick.
 
@@ -103,7 +103,7 @@ def _count(done: Iterable[bool]) -> str:
     return f"{sum(values)} of {len(values)}"
 
 
-def progress_on_path(folder: Path | None, checks: Mapping[str, list[Check]]) -> list[str]:
+def progress_on_path(folder: Path | None, checks: Mapping[str, list[CheckState]]) -> list[str]:
     """Return the lines of `labsupport progress` on the path; none where the page is not there."""
     try:
         days = read_days()

@@ -505,21 +505,6 @@ def test_a_fit_that_is_chosen_by_held_out_rows_is_found():
 # --- what a message adds --------------------------------------------------------------------------
 
 
-def test_two_mistakes_are_guessed_from_the_failing_case():
-    """With as many key heads as query heads, only one of the two shows."""
-    edits = ("seqlen_q * 4", "seqlen_q * dtype.itemsize", "seqlen_k * kv_heads", "seqlen_k * heads")
-    said = diagnosis(checks.check_cost_bytes, mutant(intensity.attention_cost, edits))
-    assert "L is float32 whatever dtype is" in said
-
-
-def test_renamed_parameters_are_told_apart():
-    def textbook_traffic(N, head_dim, block_q):
-        return 0, 0
-
-    said = diagnosis(checks.check_textbook_traffic, textbook_traffic)
-    assert "Keep the names of the parameters" in said
-
-
 def test_a_row_that_set_the_standard_but_may_not_run_is_shown():
     edits = ("min(map(_ms, left))", "min(map(_ms, _timed(same)))")
     edits += ("return min", "return None if not tied else min")

@@ -57,12 +57,6 @@ def test_an_error_shows_the_students_line_and_the_call(scores, said):
     assert said in diagnosis(checks.check_textbook_values, textbook_cell(scores))
 
 
-def test_a_stub_is_told_from_an_error():
-    stub = "def textbook_attention(q, k, v, mask=None):\n    raise NotImplementedError"
-    said = diagnosis(checks.check_textbook_values, cell(stub, "textbook_attention"))
-    assert said == ("textbook_attention is not written yet: replace `raise NotImplementedError`.")
-
-
 def test_renamed_parameters_are_named():
     source = "def textbook_traffic(N, d, bq):\n    return N, d"
     said = diagnosis(checks.check_textbook_traffic, cell(source, "textbook_traffic"))

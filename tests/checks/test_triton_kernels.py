@@ -1,7 +1,8 @@
-"""The checks of whole kernels: the notebook's pass, mistakes are named, PyTorch cannot stand in."""
+"""Exercise 4-3: right kernels pass, mistakes are named, and PyTorch cannot stand in for Triton."""
 
 import importlib.util
 import sys
+from itertools import count
 
 import pytest
 
@@ -11,6 +12,7 @@ if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
 from labsupport.checks import ex_4_3_triton_kernels as lab
+from labsupport.checks.verdict import mistakes
 from tests.checks.solutions import diagnosis, each, solution_source
 
 FLASH = (
@@ -25,20 +27,43 @@ from labsupport.attention.kernels.guard import check_guard, guarded_zeros
 
 """
 STEPS = ("add", "softmax", "kernel", "flash")
+CELLS = "\n\n".join(solution_source("04", f"ex-4-3-{step}") for step in STEPS)
+VALUES, EXTREMES, _ = UPDATE = (
+    checks.check_update_values,
+    checks.check_update_extremes,
+    checks.check_update_dtype,
+)
+STEP = solution_source("04", "ex-4-3-kernel")
+ANOTHER_STYLE = """
+@triton.jit
+def largest(m, scores):
+    return tl.where(tl.max(scores, axis=1) > m, tl.max(scores, axis=1), m)
+
+@triton.jit
+def update(m_old, l, acc, s, v):
+    m = largest(m_old, s)
+    seen = m > float("-inf")
+    p = tl.where(seen[:, None], tl.math.exp2(s - m[:, None]), 0.0)
+    alpha = tl.where(m_old > float("-inf"), tl.math.exp2(m_old - m), 0.0)
+    l *= alpha
+    l += tl.sum(p, axis=1)
+    acc *= alpha[:, None]
+    return m, l, tl.dot(p.to(v.type.element_ty), v, acc)
+"""
 
 
 @pytest.fixture
 def kernels(tmp_path):
-    """The notebook's four cells as a module: Triton reads kernels from a file."""
+    """The notebook's four cells, or another source, as a module: Triton reads kernels from a file."""
+    number = count()
 
-    def define(*edit):
-        source = "\n\n".join(solution_source("04", f"ex-4-3-{step}") for step in STEPS)
+    def define(*edit, source=CELLS):
         for old, new in zip(edit[::2], edit[1::2], strict=True):
             assert old in source, f"the solution no longer contains {old!r}"
             source = source.replace(old, new)
-        file = tmp_path / "cells.py"
+        file = tmp_path / f"cells{next(number)}.py"
         file.write_text(IMPORTS + source)
-        spec = importlib.util.spec_from_file_location("cells", file)
+        spec = importlib.util.spec_from_file_location(file.stem, file)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
@@ -96,3 +121,71 @@ def test_a_store_without_a_mask_is_noticed(kernels):
 
 def test_pytorch_cannot_do_the_kernels_work():
     assert "PyTorch's bmm did the work" in diagnosis(FLASH, lab.flash)
+
+
+# --- step 3: the update ----------------------------------------------------------------------
+
+
+def test_an_error_in_an_update_shows_its_line(kernels):
+    said = diagnosis(
+        VALUES, kernels("p = tl.exp2(scores -", "p = tl.exp2(score -", source=STEP).update
+    )
+    assert "raised NameError in line" in said
+    assert "    p = tl.exp2(score -" in said
+
+
+@pytest.mark.parametrize(("style", "seed"), [(STEP, 1), (ANOTHER_STYLE, 0)])
+def test_right_updates_pass_and_write_nothing_else(style, seed, kernels, capfd):
+    student = kernels(source=style).update
+    VALUES(student, seed)
+    EXTREMES(student, seed)
+    checks.check_update_dtype(student)
+    printed, warned = capfd.readouterr()
+    assert printed.count("[ok]") == 3
+    assert warned == ""
+
+
+OTHERS = mistakes(r"""
+m is wrong
+    tl.maximum(m, tl.max(scores, 1)) -> tl.maximum(tl.maximum(m, tl.max(scores, 1)), -1e6)
+one dtype
+    p.to(v.dtype) -> p
+widened
+    tl.dot(p.to(v.dtype), v) -> tl.dot(p, v.to(tl.float32))
+exact as float16
+    exp2(scores - shift[:, None]) -> exp2(scores - shift[:, None]).to(v.dtype).to(tl.float32)
+exact as float16
+    tl.sum(p, 1) -> tl.sum(p, 1).to(v.dtype)
+three values, m, l and acc
+    return m_new, l, acc -> return m_new, l
+inside of exp2
+    tl.exp2(scores - shift[:, None]) -> tl.exp2(scores) / tl.exp2(shift)[:, None]
+v_new
+    return m_new -> return v_new
+@triton.jit
+    @triton.jit ->
+not written yet
+    return m_new, l, acc -> raise NotImplementedError
+""")
+
+
+@pytest.mark.parametrize("mistake", lab.UPDATE_MISTAKES + OTHERS, ids=lambda m: m.say[:60])
+def test_each_mistake_in_an_update_gets_its_own_diagnosis(mistake, kernels):
+    """The table's edits are of the lab's function on tensors; they fit the notebook's kernel."""
+    assert mistake.say in diagnosis(UPDATE, kernels(*mistake.edit, source=STEP).update)
+
+
+def test_sums_in_the_inputs_dtype_are_found(kernels):
+    student = kernels("v)\n", "v)\n    acc = acc.to(v.dtype)\n", source=STEP).update
+    assert "acc overflows" in diagnosis(checks.check_update_dtype, student)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (("tl.max(scores, 1)", "scores.max(dim=1)"), "tl.max(scores, 1)"),
+        (("m - shift)", "shift - m)"), "alpha = exp2(m - m_new)"),
+    ],
+)
+def test_a_check_that_runs_alone_names_the_mistake_too(edit, said, kernels):
+    assert said in diagnosis(checks.check_update_dtype, kernels(*edit, source=STEP).update)

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from labsupport import paths
 from labsupport.cli import app
 from labsupport.course import checklist
-from labsupport.course.progress import FAILED, NOT_RUN, PASSED, Check
+from labsupport.course.progress import FAILED, NOT_RUN, PASSED, CheckState
 from labsupport.course.start import start_work
 from labsupport.course.three_days import lines_of_path, progress_on_path, read_days
 
@@ -42,7 +42,9 @@ def checks(**status):
     """Two checks of each exercise, the first passed, the second as said."""
     names = {name: f"ex-{name.removeprefix('e').replace('_', '-')}-square-it" for name in status}
     return [
-        Check(names[name], 1, state) for name, last in status.items() for state in (PASSED, last)
+        CheckState(names[name], 1, state)
+        for name, last in status.items()
+        for state in (PASSED, last)
     ]
 
 
