@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-
-from labsupport.distributed.failures import short
-from labsupport.interrupt import interrupted_status
 
 ring_app = typer.Typer(
     name="ring",
@@ -38,14 +36,13 @@ def check_command(
     backend: Backend = None,
     processes: Processes = None,
     kernel: Annotated[
-        str | None, Option(help="cudnn,native,flash_triton,flash_torch,fa4. Default: what can run.")
+        str | None, Option(help="cudnn,native,flash_triton,flash_torch,fa4. Default: all that run.")
     ] = None,
     dtype: Dtype = None,
     seqlen: Annotated[int | None, Option(help="Tokens of the whole sequence.")] = None,
     heads: Annotated[int, Option(help="Query heads.")] = 4,
     kv_heads: Annotated[int, Option(help="Key/value heads.")] = 2,
     head_dim: HeadDim = None,
-    speeds: Annotated[bool, Option(help="Measure latency and bandwidth.")] = True,
     timeout: Timeout = 120.0,
 ) -> None:
     """Check several devices: list them and their links, and compare rings with one device.
@@ -58,16 +55,16 @@ def check_command(
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:29500 -m labsupport.cli ring check  on both of 2 nodes
     """
-    from labsupport.distributed.ring_programs import MARKS, check, table
+    from labsupport.distributed.ring_programs import KERNELS, MARKS, check, in_every_process
     from labsupport.profiling.shapes import listed
 
     kernels = kernel and listed(kernel, str)
-    _check_known("kernel", kernels, [entry.name for entry in table.KERNELS])
+    _check_known("kernel", kernels, [entry.name for entry in KERNELS])
     _check_known("dtype", dtype and [dtype], MARKS)
     _check_heads(heads, [kv_heads])
-    options = {"kernels": kernels, "dtype": dtype, "seqlen": seqlen, "speeds": speeds}
+    options = {"kernels": kernels, "dtype": dtype, "seqlen": seqlen}
     options |= {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    if _in_every_process(check, options, backend, processes, timeout):
+    if in_every_process(check, options, backend, processes, timeout):
         raise typer.Exit(1)
 
 
@@ -86,25 +83,20 @@ def bench_command(
         str | None,
         Option(
             help="Kernels (see check); PyTorch's own context_parallel, followed by flash, cudnn or "
-            "efficient in square brackets. Default: what may run."
+            "efficient in square brackets. Default: all that run."
         ),
     ] = None,
-    layouts: Annotated[
-        str | None,
-        Option(help="contiguous,zigzag. Default: zigzag, and contiguous for one kernel."),
-    ] = None,
+    layouts: Annotated[str, Option(help="contiguous,zigzag.")] = "zigzag",
     transports: Annotated[
         str, Option(help="copy_engines,send_receive. Default: the first that works.")
     ] = "auto",
     directions: Annotated[
         str, Option(help="forward, forward+backward.")
     ] = "forward,forward+backward",
-    max_seconds_per_case: Annotated[
-        float, Option(help="Seconds for the repeats of each case.")
-    ] = 1.0,
+    max_seconds: Annotated[float, Option(help="Seconds for the repeats of each row.")] = 1.0,
     limit: Annotated[
-        float | None, Option(help="Seconds for all cases; those not begun by then are skipped.")
-    ] = None,
+        float, Option(help="Seconds for all rows; those not begun by then are skipped.")
+    ] = math.inf,
     rows: Annotated[
         Path | None, Option(help="A CSV file with the rows so far, while it runs.")
     ] = None,
@@ -127,63 +119,48 @@ def bench_command(
     """
     import torch
 
-    from labsupport.distributed import ring_programs
-    from labsupport.distributed.ring_programs import LAYOUTS, MARKS, TRANSPORTS, table
+    from labsupport.distributed import ring_programs as programs
+    from labsupport.distributed.ring.attention import LAYOUTS
+    from labsupport.distributed.ring.transport import TRANSPORTS
     from labsupport.profiling.provenance import command_line
     from labsupport.profiling.runs import check_run_name, list_runs, save_run
     from labsupport.profiling.shapes import listed
 
-    small = backend == "gloo" or not torch.cuda.is_available()
-    options = {
-        "seqlens": listed(seqlen or ("512,1024" if small else "8192,32768"), int),
-        "heads": heads or (4 if small else 32),
-        "kv_heads": listed(kv_heads or ("4" if small else "8,32"), int),
-        "head_dim": head_dim or (64 if small else 128),
-        "dtype": dtype,
-        "implementations": implementations and listed(implementations, str),
-        "layouts": layouts and listed(layouts, str),
-        "transports": listed(transports, str),
-        "directions": listed(directions, str),
-        "max_seconds_per_case": max_seconds_per_case,
-        "limit": limit,
-        "rows_file": None if rows is None else str(rows.absolute()),
-    }
-    kernels = [*(entry.name for entry in table.KERNELS), *ring_programs.CONTEXT_PARALLEL]
-    _check_known("implementations", options["implementations"], kernels)
-    _check_known("layouts", options["layouts"], LAYOUTS)
-    _check_known("transports", options["transports"], ("auto", *TRANSPORTS))
-    _check_known("directions", options["directions"], ring_programs.DIRECTIONS)
-    _check_known("dtype", dtype and [dtype], MARKS)
-    _check_heads(options["heads"], options["kv_heads"])
+    gpu = backend != "gloo" and torch.cuda.is_available()
+    usual = programs.ON_GPU if gpu else programs.ON_CPU
+    names = listed(implementations, str) if implementations else list(usual)
+    kernels = [*(kernel.name for kernel in programs.KERNELS), *programs.CONTEXT_PARALLEL]
+    _check_known("implementations", names, kernels)
+    _check_known("layouts", listed(layouts, str), LAYOUTS)
+    _check_known("transports", listed(transports, str), ("auto", *TRANSPORTS))
+    _check_known("directions", listed(directions, str), programs.DIRECTIONS)
+    _check_known("dtype", dtype and [dtype], programs.MARKS)
+    heads = heads or (32 if gpu else 4)
+    counts = listed(kv_heads or ("8,32" if gpu else "4"), int)
+    _check_heads(heads, counts)
     if save is not None:
         check_run_name(save)
         if save in list_runs() and not overwrite:
             raise FileExistsError(f"there is a run {save}: choose another --save, or --overwrite")
-    done = _in_every_process(ring_programs.measure_ring, options, backend, processes, timeout)
-    if done is not None and save is not None:
-        done.attrs["provenance"]["command"] = command_line()
-        typer.echo(f"saved: {save_run(done, save, overwrite=overwrite)}")
-
-
-def _in_every_process(
-    function: Any, options: dict[str, Any], backend: str | None, processes: int | None, timeout: Any
-) -> Any:
-    """Call `ring_programs.in_every_process`; print what ends it early, and set the exit status."""
-    from labsupport.distributed.launch import LaunchError
-    from labsupport.distributed.ring_programs import in_every_process
-
-    try:
-        return in_every_process(
-            function, options, backend=backend, processes=processes, timeout=timeout
-        )
-    except LaunchError as error:
-        typer.echo(short(error), err=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        rows = options.get("rows_file")
-        kept = f"; {rows} holds the rows of the cases that were done" if rows else ""
-        typer.echo(f"stopped{kept}", err=True)
-        raise typer.Exit(interrupted_status()) from None
+    head_dim, dtype = head_dim or (128 if gpu else 64), dtype or ("bfloat16" if gpu else "float32")
+    settings = [
+        programs.Setting(layout, name, transport, length, heads, count, head_dim, dtype, direction)
+        for name in names
+        for layout in listed(layouts, str)
+        for length in listed(seqlen or ("8192,32768" if gpu else "512,1024"), int)
+        for count in counts
+        for direction in listed(directions, str)
+        for transport in listed(transports, str)
+        if name not in programs.CONTEXT_PARALLEL or (layout == "zigzag" and transport == "auto")
+    ]
+    options = {
+        "settings": settings, "seconds": max_seconds, "limit": limit,
+        "rows_file": str(rows.absolute()) if rows else None,
+    }  # fmt: skip
+    table = programs.in_every_process(programs.measure_ring, options, backend, processes, timeout)
+    if table is not None and save is not None:
+        table.attrs["provenance"]["command"] = command_line()
+        typer.echo(f"saved: {save_run(table, save, overwrite=overwrite)}")
 
 
 def _check_known(option: str, names: Iterable[str] | None, known: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ from labsupport.distributed.process_group import (
 )
 from labsupport.distributed.ring import last_ring_call, ring_attention, shard_sequence
 from labsupport.distributed.ring.attention import LAYOUTS
-from labsupport.distributed.ring_programs import errors_of, one_device, whole_ring
+from labsupport.distributed.ring.oracle import errors_of, one_device, whole_ring
 from labsupport.distributed.sequence_parallel import shard_batch, shard_model
 from labsupport.profiling import measure_peak_memory
 from labsupport.training import (

@@ -1,4 +1,4 @@
-"""`labsupport ring`: test links and rings of several devices, and time them.
+"""What `labsupport ring` runs on each rank: tests of links and rings, and their times.
 
 CHECK. Each rank makes the same whole sequence from a seed, and computes its attention alone, in
 float64 (the oracle). Then the ring computes it from shards, by each kernel that can. The output and
@@ -14,30 +14,27 @@ communication that did not hide behind the compute.
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import typer
 from torch import Tensor
 
 from labsupport.attention import attention
-from labsupport.attention.reference import oracle_attention
 from labsupport.attention.registry import AttentionCall, BackendUnavailableError
-from labsupport.distributed.launch import launch
+from labsupport.distributed.failures import short
+from labsupport.distributed.launch import LaunchError, launch
 from labsupport.distributed.process_group import (
     RankInfo,
     all_gather_object,
@@ -47,9 +44,10 @@ from labsupport.distributed.process_group import (
 from labsupport.distributed.ring import kernels as table
 from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
 from labsupport.distributed.ring.attention import LAYOUTS, last_ring_call, ring_attention
+from labsupport.distributed.ring.oracle import errors_of, one_device, whole_ring
 from labsupport.distributed.ring.plan import Message, Plan
-from labsupport.distributed.ring.transport import TRANSPORTS, Ring
-from labsupport.distributed.ring.zigzag import gather_sequence, shard_sequence
+from labsupport.distributed.ring.transport import Ring
+from labsupport.interrupt import interrupted_status
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import Timing, format_ms, now
@@ -58,9 +56,22 @@ from labsupport.profiling.units import format_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-MEMORY_MARK = 0.2
-# Largest relative errors: of the output, and of a gradient.
+# Largest relative errors: of the output, and of a gradient. Growth of the memory.
 MARKS = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2), "float16": (1e-2, 5e-2)}
+MEMORY_MARK = 0.2
+DIRECTIONS = ("forward", "forward+backward")
+CONTEXT_PARALLEL = {  # PyTorch's own, and the ring's kernel that is the same
+    "context_parallel[flash]": "native",
+    "context_parallel[cudnn]": "cudnn",
+    "context_parallel[efficient]": None,
+}
+# What may take minutes to compile, or hang where it does not work, comes last.
+ON_GPU = (
+    *("native", "cudnn", "flash_triton", "flash_gluon", "fa4"),
+    *("context_parallel[cudnn]", "context_parallel[flash]"),
+)
+KERNELS = table.KERNELS
+ON_CPU = ("native", "flash_torch")
 # (what an error says, what helps); the first that fits is given.
 ADVICE = (
     ("outofmemory", "fewer tokens per rank (--seqlen), or more ranks: a ring's buffers are three "
@@ -73,37 +84,42 @@ ADVICE = (
      "interfaces NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."),
     ("nccl", "NCCL_DEBUG=INFO says where NCCL failed; each process needs its own GPU."),
     ("relative error", "if every kernel fails, suspect the messages; if one, suspect that "
-     "kernel: try it on one device with labsupport doctor --report FILE."),
+     "kernel: try it on one device with labsupport compare."),
 )  # fmt: skip
 
-
-class RendezvousError(RuntimeError):
-    """The process group could not be set up; the message says what helps."""
+# --- processes ------------------------------------------------------------------------------------
 
 
 def in_every_process(
     function: Callable[..., Any],
     options: dict[str, Any],
-    *,
-    backend: str | None = None,
-    processes: int | None = None,
-    timeout: float = 120.0,
+    backend: str | None,
+    processes: int | None,
+    timeout: float,
 ) -> Any:
     """Run `function(**options)` in every process of a group; return rank 0's result.
 
     Under torchrun this is one of the processes, and only its rank 0 gets the result; elsewhere
-    they are started here: `processes`, or one for each GPU, or 2 on a CPU.
-
-    Raises:
-        ValueError: more processes than GPUs. LaunchError: a process failed.
+    they are started here: `processes`, or one for each GPU, or 2 on a CPU. What ends a run early is
+    printed, and sets the exit status.
     """
-    if "RANK" in os.environ:
-        return _in_a_group(function, options, backend, timeout)
-    gpus = torch.cuda.device_count() if backend != "gloo" else 0
-    device = "cuda" if gpus or backend == "nccl" else "cpu"
-    job = function, options, backend or ("nccl" if gpus else "gloo"), timeout
-    count = processes or gpus or 2
-    return launch(_in_a_group, job, timeout=timeout, processes=count, device=device)[0]
+
+    try:
+        if "RANK" in os.environ:
+            return _in_a_group(function, options, backend, timeout)
+        gpus = torch.cuda.device_count() if backend != "gloo" else 0
+        device = "cuda" if gpus or backend == "nccl" else "cpu"
+        job = function, options, backend or ("nccl" if gpus else "gloo"), timeout
+        count = processes or gpus or 2
+        return launch(_in_a_group, job, timeout=timeout, processes=count, device=device)[0]
+    except LaunchError as error:
+        typer.echo(short(error), err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        rows = options.get("rows_file")
+        kept = f"; {rows} holds the rows that were done" if rows else ""
+        typer.echo(f"stopped{kept}", err=True)
+        raise typer.Exit(interrupted_status()) from None
 
 
 def _in_a_group(
@@ -121,9 +137,7 @@ def _in_a_group(
         setup_ddp(backend, timeout)
     except RuntimeError as error:  # torch.distributed's own are of this kind
         helps = advice(str(error)) or advice("init_process_group")
-        raise RendezvousError(
-            f"the processes did not meet: {error}. What helps: {helps}"
-        ) from error
+        raise RuntimeError(f"the processes did not meet: {error}. What helps: {helps}") from error
     try:
         return function(**options)
     finally:
@@ -154,15 +168,34 @@ def advice(text: str) -> str | None:
     return next((help for signs, help in ADVICE if any(s in text for s in signs.split(" "))), None)
 
 
+def begin_together(info: RankInfo, action: Callable[[], Any]) -> float:
+    """Return the milliseconds of one run on this rank, begun with the others."""
+
+    dist.all_reduce(torch.zeros(1, device=info.device))  # a GPU waits, the program does not
+    if info.device.type == "cpu":
+        start = time.perf_counter()
+        action()
+        return 1e3 * (time.perf_counter() - start)
+    torch.cuda._sleep(10**6)  # half a millisecond in which the program gets ahead of the GPU
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    action()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
 def check(
     *,
-    kernels: Sequence[str] | None = None,
+    kernels: list[str] | None = None,
     dtype: str | None = None,
     seqlen: int | None = None,
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int | None = None,
-    speeds: bool = True,
 ) -> int:
     """Check the devices of the default process group, on every rank; rank 0 prints.
 
@@ -172,6 +205,7 @@ def check(
     Returns:
         0, or 1 if something failed: the same on all ranks.
     """
+
     info, failed = RankInfo.current(), list[str]()
     on_gpu = info.device.type == "cuda"
     dtype, head_dim = dtype or ("bfloat16" if on_gpu else "float32"), head_dim or 16 + 48 * on_gpu
@@ -181,21 +215,12 @@ def check(
         if info.rank == 0:
             print(text, flush=True)
 
-    def all_reduce() -> None:
-        total = torch.full((1000,), float(info.rank), device=info.device)
-        dist.all_reduce(total)
-        if (total != info.world * (info.world - 1) // 2).any():
-            raise ValueError("a sum over all ranks is wrong")
-
-    for line in _devices(info):
+    name = torch.cuda.get_device_name(info.device) if on_gpu else f"{os.cpu_count()} cores"
+    about = f"{platform.node()}, process {os.getpid()}, {info.device}, {name}"
+    for rank, line in enumerate(all_gather_object(about)):
+        say(f"rank {rank}: {line}")
+    for line in _links(info) if info.world > 1 else ():
         say(line)
-    problem = attempt(all_reduce)
-    say(f"all-reduce: {problem or 'right'}")
-    if problem:
-        failed.append(problem)
-    elif speeds and info.world > 1:
-        for line in _speeds(info):
-            say(line)
     if short := -seqlen % (2 * info.world):
         say(f"FAILED: {seqlen} tokens, two chunks for each rank: --seqlen {seqlen + short} can")
         return 1
@@ -213,10 +238,6 @@ def check(
     ]
     oracle = one_device(whole)
     q, k, v, _ = whole
-    automatic, why_not = Ring().connect("auto", (k, v), 1)
-    transports = TRANSPORTS if automatic == "copy_engines" else (automatic,)
-    if why_not:
-        say(f"not copy_engines: {why_not}")
     call = AttentionCall(q.clone().requires_grad_(), k, v, causal=True, return_lse=True)
     for kernel in table.KERNELS:
         if kernels is not None and kernel.name not in kernels:
@@ -225,11 +246,9 @@ def check(
             say(f"{'':11} {kernel.name:12} {'FAILED' if kernels else '-'}: {reasons}")
             failed += [f"{kernel.name} cannot run here: {reasons}"] if kernels else []
             continue
-        for layout, transport in itertools.product(LAYOUTS, transports):
+        for layout in LAYOUTS:
             of, got = f"{layout:11} {kernel.name:12}", list[Tensor]()
-            of = f"{transport:12} {of}" if transports[1:] else of
-            options = {"layout": layout, "kernel": kernel.name, "transport": transport}
-            ring = partial(whole_ring, info, whole, **options)
+            ring = partial(whole_ring, info, whole, layout=layout, kernel=kernel.name)
             if problem := attempt(lambda ring, got: got.extend(ring()), ring, got):
                 say(f"{of} FAILED: {problem}")
                 failed.append(f"{of}: {problem}")
@@ -250,122 +269,37 @@ def check(
     return int(bool(failed))
 
 
-def whole_ring(
-    info: RankInfo, whole: Sequence[Tensor], *, layout: str, **options: Any
-) -> list[Tensor]:
-    """Return the whole out, dq, dk and dv of a causal ring, on every rank.
+def _links(info: RankInfo) -> Iterator[str]:
+    """Lines: latency; bandwidth of a hop around the ring and of an all-reduce."""
 
-    `whole` are q, k, v and dout; `options` as for `ring_attention`.
-    """
-    zigzag = layout == "zigzag"
-    *qkv, dout = (shard_sequence(x, info.rank, info.world, zigzag=zigzag) for x in whole)
-    qkv = [x.requires_grad_() for x in qkv]
-    out = ring_attention(*qkv, causal=True, layout=layout, **options)
-    results = [out, *torch.autograd.grad(out, qkv, dout)]
-    return [gather_sequence(x, zigzag=zigzag) for x in results]
-
-
-def one_device(whole: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same by the oracle, in float64."""
-    *inputs, dout = (x.detach().double().requires_grad_() for x in whole)
-    group = inputs[0].shape[2] // inputs[1].shape[2]
-    q, k, v = (x.transpose(1, 2) for x in inputs)
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    out = oracle_attention(q, k, v, causal=True)[0].transpose(1, 2)
-    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
-
-
-def errors_of(results: Sequence[Tensor], exact: Sequence[Tensor]) -> Iterator[dict[str, Any]]:
-    """Yield tensor, max, rmse and relative (of norms) for out, dq, dk and dv."""
-    for name, result, truth in zip(("out", "dq", "dk", "dv"), results, exact, strict=True):
-        wrong = result.double() - truth
-        errors = wrong.abs().max(), wrong.square().mean().sqrt(), wrong.norm() / truth.norm()
-        values = (error.item() for error in errors)
-        yield {"tensor": name, **dict(zip(("max", "rmse", "relative"), values, strict=True))}
-
-
-def _devices(info: RankInfo) -> Iterator[str]:
-    """Lines: host, process and device of each rank; links of this host's GPUs."""
-    device = f"{info.device}, {torch.get_num_threads()} of {os.cpu_count()} cores"
-    if info.device.type == "cuda":
-        about = torch.cuda.get_device_properties(info.device)
-        device = f"{info.device}, {about.name}, {format_bytes(about.total_memory)}"
-    lines = all_gather_object(f"{platform.node()}, process {os.getpid()}, {device}")
-    yield from (f"rank {rank}: {line}" for rank, line in enumerate(lines))
-    if info.device.type == "cuda":
-        try:
-            topology = ["nvidia-smi", "topo", "-m"]
-            yield subprocess.run(topology, capture_output=True, text=True, timeout=15).stdout
-        except (OSError, subprocess.TimeoutExpired) as error:
-            yield f"links: unknown ({error})"
-
-
-def begin_together(info: RankInfo, action: Callable[[], Any]) -> float:
-    """Return the milliseconds of one run on this rank, begun with the others."""
-    dist.all_reduce(torch.zeros(1, device=info.device))  # a GPU waits, the program does not
-    if info.device.type == "cpu":
-        start = time.perf_counter()
-        action()
-        return 1e3 * (time.perf_counter() - start)
-    torch.cuda._sleep(10**6)  # half a millisecond in which the program gets ahead of the GPU
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    action()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def _speeds(info: RankInfo) -> Iterator[str]:
-    """Lines: latency; bandwidth of a hop around the ring and of an all-reduce, by size."""
-
-    def slowest(action: Callable[[], Any], repeats: int = 5) -> float:
-        samples = [begin_together(info, action) for _ in range(repeats + 2)][2:]
+    def slowest(action: Callable[[], Any]) -> float:
+        samples = [begin_together(info, action) for _ in range(12)][2:]
         return max(all_gather_object(statistics.median(samples)))
 
-    def hop(nbytes: int, transport: str) -> Callable[[], None]:
+    def hop(nbytes: int) -> Callable[[], None]:
         ring, half = Ring(), torch.zeros(nbytes // 2, dtype=torch.uint8, device=info.device)
-        ring.connect(transport, (half, half), 1)
+        ring.connect("auto", (half, half), 1)
         next_rank, previous = ((info.rank + way) % info.world for way in (1, -1))
         sends = [(Message("keys", info.rank, next_rank, 0), (half, half))]
         receives = [(Message("keys", previous, info.rank, 0), (half, half))]
         return lambda: ring.post(sends, receives)[1]()
 
-    half = torch.zeros(4, device=info.device)
-    both = Ring().connect("auto", (half, half), 1)[0] == TRANSPORTS[0]
-    latency = slowest(hop(8, "auto"), repeats=20)
-    yield f"a hop of 8 bytes to the next rank: {1e3 * latency:.0f} us"
-    for size in (2**20, 2**26, 2**28) if info.device.type == "cuda" else (2**16, 2**20, 2**23):
-        message, hops = torch.zeros(size // 4, device=info.device), list[str]()
-        for transport in TRANSPORTS if both else ("send_receive",):
-            each = slowest(hop(size, transport))
-            hops.append(f"a hop by {transport} {format_ms(each)} ms, {size / each / 1e6:.1f} GB/s")
-        total = slowest(lambda x=message: dist.all_reduce(x))
-        # Each rank sends and receives 2 (W - 1) / W of the bytes: NCCL's "bus bandwidth".
-        bus = 2 * (info.world - 1) / info.world * size
-        yield (
-            f"{format_bytes(size)}: {'; '.join(hops)} each way; "
-            f"all-reduce {format_ms(total)} ms, {bus / total / 1e6:.1f} GB/s"
-        )
+    size = 2**26 if info.device.type == "cuda" else 2**20
+    message = torch.zeros(size // 4, device=info.device)
+    each, total = slowest(hop(size)), slowest(lambda: dist.all_reduce(message))
+    # Each rank sends and receives 2 (W - 1) / W of the bytes: NCCL's "bus bandwidth".
+    bus = 2 * (info.world - 1) / info.world * size
+    yield f"a hop of 8 bytes to the next rank: {1e3 * slowest(hop(8)):.0f} us"
+    yield (
+        f"{format_bytes(size)}: a hop {size / each / 1e6:.1f} GB/s each way, "
+        f"all-reduce {bus / total / 1e6:.1f} GB/s"
+    )
 
 
 # --- bench ----------------------------------------------------------------------------------------
 
 Row = dict[str, Any]
-Attend = Callable[[Tensor, Tensor, Tensor], Any]
-CONTEXT_PARALLEL = {  # and the ring's kernel that is the same
-    "context_parallel[flash]": "native",
-    "context_parallel[cudnn]": "cudnn",
-    "context_parallel[efficient]": None,
-}
-# What may take minutes to compile, or hang where it does not work, comes last.
-ON_GPU = (
-    *("native", "cudnn", "flash_triton", "flash_gluon", "fa4"),
-    *("context_parallel[cudnn]", "context_parallel[flash]"),
-)
-ON_CPU = ("native", "flash_torch")
-DIRECTIONS = ("forward", "forward+backward")
-FEWEST, MOST = 3, 1000  # repeats
+Attend = Callable[..., Any]
 STATUS = {  # by the error; other errors: "failed"
     "OutOfMemoryError": "out of memory",
     "BackendUnavailableError": "unsupported",
@@ -373,8 +307,7 @@ STATUS = {  # by the error; other errors: "failed"
 }
 
 
-@dataclass(frozen=True)
-class Case:
+class Setting(NamedTuple):
     """One causal attention over all ranks, batch 1; the names are the table's columns."""
 
     layout: str
@@ -389,15 +322,167 @@ class Case:
 
 
 COLUMNS = [
-    *("world", *(field.name for field in fields(Case)), "status", "reason"),
+    *("world", *Setting._fields, "status", "reason"),
     *("median_ms", "q1_ms", "q3_ms", "repeats", "iterations_per_s", "tflops"),
     *("single_ms", "efficiency", "of_native", "without_messages_ms"),
     *("peak_memory_bytes", "single_peak_memory_bytes", "memory_growth", "sent_bytes"),
 ]
 
 
+def measure_ring(
+    *,
+    settings: list[Setting],
+    seconds: float = 1.0,
+    limit: float = math.inf,
+    rows_file: str | None = None,
+    say: Callable[[str], Any] = print,
+) -> pd.DataFrame | None:
+    """Time causal ring attention; all ranks of the default process group call it alike.
+
+    Args:
+        seconds: for the repeats of each setting.
+        limit: seconds for all; settings not begun by then are skipped.
+        rows_file: a CSV file with the rows so far.
+        say: on rank 0, is given a line for each row.
+
+    Returns:
+        on rank 0 the table, with provenance: one row per setting, its columns are `COLUMNS`. Times
+        and memory are the slowest and the fullest rank's; single_ms and single_peak_memory_bytes
+        one device's with the same kernel and a shard's length; memory_growth over it and
+        `buffer_bytes`; sent_bytes the most that one rank sent; tflops of each device; of_native the
+        time of "native" over the row's; transport what ran ("" for PyTorch's). `status` is
+        "ok", "unsupported", "out of memory", "failed" or "skipped", with a reason. None elsewhere.
+    """
+    import pandas as pd
+
+    info, began = RankInfo.current(), time.monotonic()
+    rows, known, native = list[Row](), dict[Setting, Row](), dict[Setting, float]()
+    for setting in settings:
+        row: Row = {"world": info.world, "status": "ok", "reason": ""} | setting._asdict()
+        if max(all_gather_object(time.monotonic() - began)) > limit:
+            row |= {"status": "skipped", "reason": f"{limit:g} s are over"}
+        elif problem := _measure(info, setting, seconds, known, row):
+            status = next((kind for name, kind in STATUS.items() if name in problem), "failed")
+            helps = advice(problem) if status != "unsupported" else None
+            row |= {"status": status, "reason": f"{problem} | {helps}" if helps else problem}
+        gc.collect()
+        if info.device.type == "cuda":
+            torch.cuda.empty_cache()
+        same, took = (
+            setting._replace(implementation="", transport=""),
+            row.get("median_ms", math.nan),
+        )
+        if setting.implementation == "native":
+            native.setdefault(same, took)
+        rows.append(row | {"of_native": native.get(same, math.nan) / took})
+        if info.rank == 0:
+            say(line(rows[-1]) if rows[1:] else f"{HEADER}\n{line(rows[-1])}")
+            if rows_file is not None:
+                pd.DataFrame(rows, columns=COLUMNS).to_csv(rows_file, index=False)
+    if info.rank != 0:
+        return None
+    if growths := [row["memory_growth"] for row in rows if "memory_growth" in row]:
+        verdict = "kept" if max(growths) < MEMORY_MARK else "MISSED"
+        say(
+            f"memory above one device's shard plus buffers: {max(growths):+.0%} at most; the mark "
+            f"of {MEMORY_MARK:+.0%} is {verdict}"
+        )
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    nccl = {n: v for n, v in os.environ.items() if n.startswith(("NCCL_", "TORCH_NCCL"))}
+    frame.attrs["provenance"] = provenance(info.device, world=info.world, nccl=nccl)
+    return frame
+
+
+def _measure(
+    info: RankInfo, case: Setting, seconds: float, known: dict[Setting, Row], row: Row
+) -> str | None:
+    """Add the measured columns to the row; return what failed: on one rank, so on all.
+
+    `known` has what rows share: one device's, and the ring's without messages.
+    """
+    inputs = list[Tensor]()
+    is_ring = case.implementation not in CONTEXT_PARALLEL
+    name = CONTEXT_PARALLEL.get(case.implementation, case.implementation)
+    kernel = next((kernel for kernel in table.KERNELS if kernel.name == name), None)
+
+    def prepare() -> None:
+        generator = torch.Generator(info.device).manual_seed(info.rank)
+        like: dict[str, Any] = {"device": info.device, "dtype": getattr(torch, case.dtype)}
+        for count in (case.heads, case.kv_heads, case.kv_heads, case.heads):
+            shape = 1, case.seqlen_per_rank, count, case.head_dim
+            inputs.append(torch.randn(shape, generator=generator, **like))
+        for x in inputs[:3]:
+            x.requires_grad_(case.direction != "forward")
+        call = AttentionCall(*inputs[:3], causal=True, return_lse=True)
+        if kernel is not None and (reasons := kernel.reasons(call)):
+            raise BackendUnavailableError("; ".join(reasons), {})
+
+    def program(attend: Attend) -> Callable[[], Any]:
+        *qkv, dout = inputs
+        if case.direction == "forward":
+            return lambda: attend(*qkv)
+        return lambda: torch.autograd.grad(attend(*qkv), qkv, dout)
+
+    def tried(attend: Attend) -> str | None:
+        """Compile, allocate, run: each rank alone."""
+        return attempt(lambda: (program(attend)(), now(info.device)))
+
+    if problem := attempt(prepare):
+        return problem
+    if kernel is not None:
+        alone = case._replace(layout="", implementation=kernel.name, transport="")
+        if alone not in known:
+            single, known[alone] = partial(attention, causal=True, backend=kernel.backend), {}
+            if tried(single) is None:
+                timings, peak = _timed(info, program(single), seconds)
+                middle = statistics.median(timing.median for timing in timings)
+                known[alone] = {"single_ms": middle, "single_peak_memory_bytes": peak}
+        row |= known[alone]
+    if is_ring:
+        same = case._replace(transport="")
+        if same not in known:
+            silent = partial(silent_ring, case.layout, case.implementation)
+            if problem := tried(silent):
+                return problem
+            timings, _ = _timed(info, program(silent), seconds)
+            slowest_ms = max(timing.median for timing in timings)
+            known[same] = {"without_messages_ms": slowest_ms}
+        row |= known[same]
+
+    def measure() -> None:
+        options = {"layout": case.layout, "kernel": case.implementation, "check_ranks": False}
+        ring = partial(ring_attention, causal=True, transport=case.transport, **options)
+        with nullcontext(ring) if is_ring else context_parallel(case, info) as attend:
+            timings, peak = _timed(info, program(attend), seconds)
+        slowest = max(timings, key=lambda timing: timing.median)
+        ms, length = slowest.median, info.world * case.seqlen_per_rank
+        # Two matrix products forward, five backward, over the visible pairs of all ranks.
+        flops = 2 * case.head_dim * case.heads * length * (length + 1)
+        flops *= 1.0 if case.direction == "forward" else 3.5
+        row.update(
+            median_ms=ms,
+            q1_ms=slowest.q1,
+            q3_ms=slowest.q3,
+            repeats=slowest.repeats,
+            iterations_per_s=1e3 / ms,
+            tflops=flops / info.world / ms / 1e9,
+            efficiency=info.world * row.get("single_ms", math.nan) / ms,
+            peak_memory_bytes=peak,
+        )
+        if is_ring and (report := last_ring_call()) is not None:
+            sent = report.traffic.kv_bytes + report.traffic.gradient_bytes
+            row["sent_bytes"] = max(all_gather_object(sent))
+            row["transport"] = report.transport
+            row["peak_memory_bytes"] += report.slot_bytes  # they were there before
+            if single := row.get("single_peak_memory_bytes"):
+                needed = single + buffer_bytes(case, info.world)
+                row["memory_growth"] = row["peak_memory_bytes"] / needed - 1
+
+    return attempt(measure)
+
+
 @contextmanager
-def context_parallel(case: Case, info: RankInfo) -> Iterator[Attend]:
+def context_parallel(case: Setting, info: RankInfo) -> Iterator[Attend]:
     """PyTorch's context parallelism: `F.scaled_dot_product_attention` replaced for a while.
 
     It balances the load as zigzag does, and gathers all keys on every rank (its default,
@@ -439,7 +524,7 @@ class _Silent(Ring):
         return {message.what: like for message, like in receives}, lambda: None
 
 
-def buffer_bytes(case: Case, world: int) -> int:
+def buffer_bytes(case: Setting, world: int) -> int:
     """Return what a rank of the ring needs besides one device's memory for its shard.
 
     That is slots for what arrives, the results of one block beside the sums so far, and with more
@@ -454,176 +539,7 @@ def buffer_bytes(case: Case, world: int) -> int:
     return plan.slots * keys + results + more
 
 
-def measure_ring(
-    *,
-    seqlens: Sequence[int],
-    heads: int,
-    kv_heads: Sequence[int],
-    head_dim: int,
-    dtype: str | None = None,
-    implementations: Sequence[str] | None = None,
-    layouts: Sequence[str] | None = None,
-    transports: Sequence[str] = ("auto",),
-    directions: Sequence[str] = DIRECTIONS,
-    max_seconds_per_case: float = 1.0,
-    limit: float | None = None,
-    rows_file: str | Path | None = None,
-    say: Callable[[str], Any] = print,
-) -> pd.DataFrame | None:
-    """Time causal ring attention; all ranks of the default process group call it alike.
-
-    The options are those of `labsupport ring bench`; on rank 0 `say` is given a line for each row.
-
-    Returns:
-        on rank 0 the table, with provenance: one row per case, its columns are `COLUMNS`. Times
-        and memory are the slowest and the fullest rank's; single_ms and single_peak_memory_bytes
-        one device's with the same kernel and a shard's length; memory_growth over it and
-        `buffer_bytes`; sent_bytes the most that one rank sent; tflops of each device; of_native the
-        time of "native" over the row's; transport what ran ("" for PyTorch's). `status` is
-        "ok", "unsupported", "out of memory", "failed" or "skipped", with a reason. None elsewhere.
-    """
-    import pandas as pd
-
-    info, began = RankInfo.current(), time.monotonic()
-    on_gpu = info.device.type == "cuda"
-    names = implementations or (ON_GPU if on_gpu else ON_CPU)
-    wanted = [(layout, name) for name in names for layout in layouts or ("zigzag",)]
-    wanted += [("contiguous", names[0])] if layouts is None else []
-    dtype = dtype or ("bfloat16" if on_gpu else "float32")
-    rows, known, native = list[Row](), dict[Case, Row](), dict[Case, float]()
-    for case in (
-        Case(layout, name, transport, length, heads, count, head_dim, dtype, direction)
-        for layout, name in wanted
-        for length in seqlens
-        for count in kv_heads
-        for direction in directions
-        for transport in ([""] if name in CONTEXT_PARALLEL else transports)
-        if name not in CONTEXT_PARALLEL or layout == "zigzag"
-    ):
-        row: Row = {"world": info.world, "status": "ok", "reason": ""} | asdict(case)
-        if limit is not None and max(all_gather_object(time.monotonic() - began)) > limit:
-            row |= {"status": "skipped", "reason": f"{limit:g} s are over"}
-        elif problem := _measure(info, case, max_seconds_per_case, known, row):
-            status = next((kind for name, kind in STATUS.items() if name in problem), "failed")
-            helps = advice(problem) if status != "unsupported" else None
-            row |= {"status": status, "reason": f"{problem} | {helps}" if helps else problem}
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
-        same = replace(case, implementation="", transport="")
-        took = row.get("median_ms", math.nan)
-        if case.implementation == "native":
-            native.setdefault(same, took)
-        rows.append(row | {"of_native": native.get(same, math.nan) / took})
-        if info.rank == 0:
-            say(line(rows[-1]) if rows[1:] else f"{HEADER}\n{line(rows[-1])}")
-            if rows_file is not None:
-                pd.DataFrame(rows, columns=COLUMNS).to_csv(rows_file, index=False)
-    if info.rank != 0:
-        return None
-    if growths := [row["memory_growth"] for row in rows if "memory_growth" in row]:
-        verdict = "kept" if max(growths) < MEMORY_MARK else "MISSED"
-        say(
-            f"memory above one device's shard plus buffers: {max(growths):+.0%} at most; the mark "
-            f"of {MEMORY_MARK:+.0%} is {verdict}"
-        )
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    settings = ("NCCL_", "TORCH_NCCL", "CUDA_DEVICE_MAX_CONNECTIONS")
-    frame.attrs["provenance"] = provenance(
-        info.device,
-        world=info.world,
-        context_parallel="allgather, balanced load: its defaults",
-        nccl={name: text for name, text in os.environ.items() if name.startswith(settings)},
-    )
-    return frame
-
-
-def _measure(
-    info: RankInfo, case: Case, seconds: float, known: dict[Case, Row], row: Row
-) -> str | None:
-    """Add the measured columns to the row; return what failed: on one rank, so on all.
-
-    `known` has what rows share: one device's, and the ring's without messages.
-    """
-    inputs = list[Tensor]()
-    is_ring = case.implementation not in CONTEXT_PARALLEL
-    name = CONTEXT_PARALLEL.get(case.implementation, case.implementation)
-    kernel = next((kernel for kernel in table.KERNELS if kernel.name == name), None)
-
-    def prepare() -> None:
-        generator = torch.Generator(info.device).manual_seed(info.rank)
-        like: dict[str, Any] = {"device": info.device, "dtype": getattr(torch, case.dtype)}
-        for count in (case.heads, case.kv_heads, case.kv_heads, case.heads):
-            shape = 1, case.seqlen_per_rank, count, case.head_dim
-            inputs.append(torch.randn(shape, generator=generator, **like))
-        for x in inputs[:3]:
-            x.requires_grad_(case.direction != "forward")
-        call = AttentionCall(*inputs[:3], causal=True, return_lse=True)
-        if kernel is not None and (reasons := kernel.reasons(call)):
-            raise BackendUnavailableError("; ".join(reasons), {})
-
-    def program(attend: Attend) -> Callable[[], Any]:
-        *qkv, dout = inputs
-        if case.direction == "forward":
-            return lambda: attend(*qkv)
-        return lambda: torch.autograd.grad(attend(*qkv), qkv, dout)
-
-    def tried(attend: Attend) -> str | None:
-        """Compile, allocate, run: each rank alone."""
-        return attempt(lambda: (program(attend)(), now(info.device)))
-
-    if problem := attempt(prepare):
-        return problem
-    if kernel is not None:
-        alone = replace(case, layout="", implementation=kernel.name, transport="")
-        if alone not in known:
-            single, known[alone] = partial(attention, causal=True, backend=kernel.backend), {}
-            if tried(single) is None:
-                timings, peak = _timed(info, program(single), seconds)
-                middle = statistics.median(timing.median for timing in timings)
-                known[alone] = {"single_ms": middle, "single_peak_memory_bytes": peak}
-        row |= known[alone]
-    if is_ring:
-        same = replace(case, transport="")
-        if same not in known:
-            silent = partial(silent_ring, case.layout, case.implementation)
-            if problem := tried(silent):
-                return problem
-            timings, _ = _timed(info, program(silent), seconds)
-            slowest_ms = max(timing.median for timing in timings)
-            known[same] = {"without_messages_ms": slowest_ms}
-        row |= known[same]
-
-    def measure() -> None:
-        options = {"layout": case.layout, "kernel": case.implementation, "check_ranks": False}
-        ring = partial(ring_attention, causal=True, transport=case.transport, **options)
-        with nullcontext(ring) if is_ring else context_parallel(case, info) as attend:
-            timings, peak = _timed(info, program(attend), seconds)
-        slowest = max(timings, key=lambda timing: timing.median)
-        ms, length = slowest.median, info.world * case.seqlen_per_rank
-        # Two matrix products forward, five backward, over the visible pairs of all ranks.
-        flops = 2 * case.head_dim * case.heads * length * (length + 1)
-        flops *= 1.0 if case.direction == "forward" else 3.5
-        row.update(
-            median_ms=ms,
-            q1_ms=slowest.q1,
-            q3_ms=slowest.q3,
-            repeats=slowest.repeats,
-            iterations_per_s=1e3 / ms,
-            tflops=flops / info.world / ms / 1e9,
-            efficiency=info.world * row.get("single_ms", math.nan) / ms,
-            peak_memory_bytes=peak,
-        )
-        if is_ring and (report := last_ring_call()) is not None:
-            sent = report.traffic.kv_bytes + report.traffic.gradient_bytes
-            row["sent_bytes"] = max(all_gather_object(sent))
-            row["transport"] = report.transport
-            row["peak_memory_bytes"] += report.slot_bytes  # they were there before
-            if single := row.get("single_peak_memory_bytes"):
-                needed = single + buffer_bytes(case, info.world)
-                row["memory_growth"] = row["peak_memory_bytes"] / needed - 1
-
-    return attempt(measure)
+FEWEST, MOST = 3, 1000  # repeats
 
 
 def _timed(info: RankInfo, program: Callable[[], Any], seconds: float) -> tuple[list[Timing], int]:

@@ -8,10 +8,19 @@ import pytest
 
 from labsupport.distributed import ring_programs
 from labsupport.distributed.ring import kernels
+from labsupport.distributed.ring_programs import Setting
 from labsupport.profiling import runs
 from tests.commands.program import program
 
-SIZES = {"seqlens": [8], "heads": 2, "kv_heads": [1], "head_dim": 4, "max_seconds_per_case": 0.01}
+
+def settings(names, layouts=("zigzag",), directions=ring_programs.DIRECTIONS):
+    """Settings of 8 tokens a rank, 2 heads of 4 with 1 of keys, in float32."""
+    return [
+        Setting(layout, name, "auto", 8, 2, 1, 4, "float32", direction)
+        for name in names
+        for layout in layouts
+        for direction in directions
+    ]
 
 
 @pytest.fixture
@@ -57,15 +66,15 @@ def checked(rank, group, changes, options, kernel="flash_torch"):
     """Exit status and what is printed on a rank, of a check with a changed kernel."""
     printed = io.StringIO()
     with in_the_table(kernel, **changes), contextlib.redirect_stdout(printed):
-        status = ring_programs.check(kernels=[kernel], speeds=False, **options)
+        status = ring_programs.check(kernels=[kernel], **options)
     return status, printed.getvalue()
 
 
-def benched(rank, group, changes, ranks, options):
+def benched(rank, group, changes, ranks, settings):
     """The table as rows (on rank 0) and what is printed; changes are made on some ranks."""
     printed = []
     with in_the_table(**(changes if rank in ranks else {})):
-        table = ring_programs.measure_ring(**SIZES, **options, say=printed.append)
+        table = ring_programs.measure_ring(settings=settings, seconds=0.01, say=printed.append)
     if table is None:
         return None, printed
     assert table.attrs["provenance"]["world"] == 2
@@ -113,8 +122,8 @@ def test_the_command_starts_its_processes_itself(capfd):
 
 
 def test_columns_mean_what_they_say(workers):
-    options = {"implementations": ["native", "flash_torch"], "layouts": ["zigzag", "contiguous"]}
-    (rows, printed), (nothing, _) = workers.run(benched, {}, (), options)
+    chosen = settings(["native", "flash_torch"], ["zigzag", "contiguous"])
+    (rows, printed), (nothing, _) = workers.run(benched, {}, (), chosen)
     assert nothing is None
     assert len(rows) == len(printed) - 1 == 2 * 2 * 2
     assert "the mark of +20% is" in printed[-1]
@@ -138,9 +147,8 @@ def test_columns_mean_what_they_say(workers):
 
 
 def test_what_fails_on_one_rank_is_a_row_on_all_and_the_next_case_runs(workers):
-    options = {"implementations": ["flash_torch", "native", "cudnn"], "layouts": ["zigzag"]}
-    options["directions"] = ["forward+backward"]
-    (rows, _), _ = workers.run(benched, {"forward": that_fails}, (1,), options)
+    chosen = settings(["flash_torch", "native", "cudnn"], directions=["forward+backward"])
+    (rows, _), _ = workers.run(benched, {"forward": that_fails}, (1,), chosen)
     broken, native, cudnn = rows
     assert broken["status"] == "failed"
     assert broken["reason"].startswith("rank 1: RuntimeError: CompilationError")
@@ -157,7 +165,7 @@ def bench_here(folder, line):
 def test_the_bench_command_saves_a_run_and_skips_what_has_not_begun_in_time(pool, tmp_path):
     line = (
         "ring bench --seqlen 8 --heads 2 --kv-heads 1 --head-dim 4 --implementations native "
-        "--limit 0 --save here"
+        "--layouts contiguous,zigzag --limit 0 --save here"
     )
     pool(2, joined=False).run(bench_here, tmp_path, line, ranks=1)
     for file in ("here/results.csv", "rows.csv"):
