@@ -33,7 +33,6 @@ from labsupport.distributed.ring.merging import Total, merge_into
 from labsupport.distributed.ring.transport import TOTAL, Ring
 from tests.attention.cases import gradients, make_model_qkv, to_math_layout
 
-SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 MASKS = {
     "full": {},
     "causal": {"causal": True},
@@ -42,12 +41,7 @@ MASKS = {
     "window over several shards": {"causal": True, "window_size": (8, 0)},
     "window on both sides": {"window_size": (3, 2)},
     "window with one open side": {"window_size": (-1, 4)},
-    "alibi": {"causal": True, "alibi_slopes": SLOPES},
-    "alibi, full": {"alibi_slopes": SLOPES},
-    "alibi by batch in a window": {
-        "window_size": (7, 1),
-        "alibi_slopes": torch.stack((SLOPES, SLOPES.flip(0))),
-    },
+    "wide window on both sides": {"window_size": (7, 1)},
 }
 FUNCTIONS = {
     "ring": ring_flash_attn_func,
@@ -141,7 +135,7 @@ def test_pytorchs_own_kernel_gives_the_same(workers, function):
 
 def test_the_triton_kernels_interpreted_give_the_same(workers):
     options = {"length": 3, "dtype": torch.float32, "head_dim": 16, "kernel": "flash_triton"}
-    options |= MASKS["alibi by batch in a window"]
+    options |= MASKS["wide window on both sides"]
     assert_like_one_device(workers, 2, function="triton", **options)
 
 
@@ -357,6 +351,7 @@ def test_inputs_that_no_ring_takes_are_refused(group_of_one):
     q, k, v = shards_of(6)
     for call, message in (
         (lambda: ring_flash_attn_func(q, k, v, dropout_p=0.1), r"no dropout, but dropout_p=0\.1"),
+        (lambda: ring_flash_attn_func(q, k, v, alibi_slopes=torch.ones(2)), "has no ALiBi"),
         (lambda: ring_flash_attn_func(q[:, :4], k, v), "self-attention"),
         (lambda: ring_flash_attn_func(q, k, v, layout="stripes"), "there are contiguous, zigzag"),
         (lambda: zigzag_ring_flash_attn_func(*shards_of(5)), "two chunks of one length, but 5"),
@@ -380,11 +375,10 @@ def test_kernels_say_what_they_cannot_do():
     torch.use_deterministic_algorithms(True)
     ordered = reasons()
     torch.use_deterministic_algorithms(False)
-    windowed = reasons(window_size=(2, 2), alibi_slopes=SLOPES[:2])
+    windowed = reasons(window_size=(2, 2))
     assert plain["flash_torch"] == plain["native"] == []
     assert windowed["flash_torch"] == ordered["flash_torch"] == []
     assert any("windows" in reason for reason in windowed["native"])
-    assert any("alibi" in reason for reason in windowed["native"])
     assert any("log-sum-exp of the whole ring" in reason for reason in plain["fa4"])
     assert any("any order" in reason for reason in ordered["cudnn"])
 

@@ -45,7 +45,6 @@ class RingCall:
     plan: Plan
     kernel: BlockKernel
     scale: float
-    slopes: Tensor | None = None
 
     def block_pairs(self, distance: int) -> list[BlockPair]:
         """Return what this rank computes with keys from `distance` ranks away."""
@@ -54,28 +53,23 @@ class RingCall:
 
     def options(self, pair: BlockPair) -> BlockOptions:
         """Return a block pair in the kernel's terms."""
-        slopes = None if self.slopes is None else pair.slope_sign * self.slopes
-        return BlockOptions(self.scale, pair.window, slopes)
-
-    def alibi_offset(self, pair: BlockPair) -> Tensor | float:
-        """Return by how much the kernel's scores are too high: (..., heads, 1), or 0."""
-        return 0.0 if self.slopes is None else (pair.alibi_offset * self.slopes)[..., None]
+        return BlockOptions(self.scale, pair.window)
 
 
 def ring_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out (batch, seqlen_local, heads, head_dim) and lse (batch, heads, seqlen_local)."""
     own = k.contiguous(), v.contiguous()
-    here: Pair | None = own
+    kv: Pair | None = own  # those that this step computes with
     total = Total(q, sum(len(call.block_pairs(distance)) for distance in call.plan.route))
     for step, distance in enumerate(call.plan.route):
-        with _hop(call, step, own, here) as arriving:
+        with _hop(call, step, own, kv) as arriving:
             for pair in call.block_pairs(distance):
-                assert here is not None
-                keys, values = (x[:, pair.cols] for x in here)
-                out, lse = call.kernel.forward(q[:, pair.rows], keys, values, call.options(pair))
-                total.merge(pair.rows, out, lse - call.alibi_offset(pair))
-                del out, lse, keys, values
-        here = arriving.get("keys")
+                assert kv is not None
+                k, v = (x[:, pair.cols] for x in kv)
+                out, lse = call.kernel.forward(q[:, pair.rows], k, v, call.options(pair))
+                total.merge(pair.rows, out, lse)
+                del out, lse, k, v
+        kv = arriving.get("keys")
     assert total.lse is not None  # a rank sees its own keys
     return total.result().contiguous(), total.lse
 
@@ -84,68 +78,83 @@ def ring_backward(
     call: RingCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV of this rank's shard, in the dtypes of q, k and v."""
-    dout, own = dout.contiguous(), (k.contiguous(), v.contiguous())
-    here: Pair | None = own
+    saved, own = (dout.contiguous(), q, out, lse), (k.contiguous(), v.contiguous())
     plan, rank = call.plan, call.ring.rank
-    own_pairs = len(plan.table[rank][rank])
+    kv: Pair | None = own  # those that this step computes with
     dq = Total(q, sum(len(call.block_pairs(distance)) for distance in plan.route))
     users = sum(bool(plan.table[other][rank]) for other in range(plan.world_size))
-    sums = [Total(x, own_pairs + users - 1) for x in own]  # dK and dV of this rank's own keys
-    share: Pair | None = None  # of the keys that the step before had
+    dkv = [Total(x, len(plan.table[rank][rank]) + users - 1) for x in own]  # of its own keys
+    share: Pair | None = None  # of dK and dV of the keys that the step before had
     for step, distance in enumerate((*plan.route, None)):
-        with _hop(call, step, own, here, backward=True, share=share) as arriving:
+        with _hop(call, step, own, kv, backward=True, share=share) as arriving:
             pairs = [] if distance is None else call.block_pairs(distance)
-            first, parts = 0, sums
+            first, parts = 0, dkv
             if pairs and distance:
                 shared = plan.shared(rank, plan.owner(rank, distance))
                 first, parts = shared.start, [Total(x[:, shared], len(pairs)) for x in own]
-            for pair in pairs:
-                assert here is not None
-                rows, (keys, values) = pair.rows, (x[:, pair.cols] for x in here)
-                gradients = call.kernel.backward(
-                    dout[:, rows], q[:, rows], keys, values,
-                    out[:, rows], lse[:, :, rows] + call.alibi_offset(pair), call.options(pair),
-                )  # fmt: skip
-                cols = slice(pair.cols.start - first, pair.cols.stop - first)
-                for total, where, part in zip(
-                    (dq, *parts), (rows, cols, cols), gradients, strict=True
-                ):
-                    total.add(where, part)
-                del gradients, part, keys, values
+            if kv is not None:
+                _add_gradients(call, pairs, saved, kv, (dq, *parts), first)
         share = None
         if pairs and distance:
             share = parts[0].result().contiguous(), parts[1].result().contiguous()
         if "gradients" in arriving:
             shared = plan.shared(plan.owner(rank, -plan.route[step - 1]), rank)
-            for total, part in zip(sums, arriving["gradients"], strict=True):
+            for total, part in zip(dkv, arriving["gradients"], strict=True):
                 total.add(shared, part)
-        here = arriving.get("keys")
-    return dq.result(), sums[0].result(), sums[1].result()
+        kv = arriving.get("keys")
+    return dq.result(), dkv[0].result(), dkv[1].result()
+
+
+def _add_gradients(
+    call: RingCall,
+    pairs: list[BlockPair],
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    kv: Pair,
+    totals: tuple[Total, ...],
+    first: int,
+) -> None:
+    """Add what block pairs contribute to dQ, dK and dV.
+
+    Args:
+        saved: dout, q, out and lse of this rank's shard.
+        kv: the keys and values of the step.
+        totals: of dQ; of dK and dV, which begin at key `first`.
+    """
+    dout, q, out, lse = saved
+    for pair in pairs:
+        rows, (k, v) = pair.rows, (x[:, pair.cols] for x in kv)
+        gradients = call.kernel.backward(
+            dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows], call.options(pair)
+        )
+        cols = slice(pair.cols.start - first, pair.cols.stop - first)
+        for total, where, part in zip(totals, (rows, cols, cols), gradients, strict=True):
+            total.add(where, part)
+        del gradients, part, k, v
 
 
 def _hop(
     call: RingCall,
     step: int,
     own: Pair,
-    here: Pair | None,
+    kv: Pair | None,
     *,
     backward: bool = False,
     share: Pair | None = None,
 ) -> AbstractContextManager[dict[str, Pair]]:
     """Let a step's messages travel: `Ring.in_flight`.
 
-    `here` are this step's keys and values, which go on. In a backward the gradients follow: `share`
+    `kv` are this step's keys and values, which go on. In a backward the gradients follow: `share`
     are those of the step before.
     """
     plan, rank = call.plan, call.ring.rank
     coming = plan.route[step + 1] if step + 1 < len(plan.route) else 0
-    keys = own if abs(coming) == 1 else here  # each direction begins with a rank's own keys
+    going = own if abs(coming) == 1 else kv  # each direction begins with a rank's own keys
     messages = [m for m in plan.messages[step] if backward or m.what == "keys"]
     sends, receives = [], []
     for message in messages:
         gradients = message.what == "gradients"
         if message.sender == rank:
-            pair = share if gradients else keys
+            pair = share if gradients else going
             assert pair is not None
             sends.append((message, pair))
             for traffic in (call.ring.traffic, TOTAL):

@@ -10,13 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from labsupport.attention.inputs import (
     AttentionInputError,
-    check_alibi_slopes,
     check_model_layout,
     check_window,
 )
@@ -42,10 +40,10 @@ class RingOptions:
         kernel: "cudnn" and "native" (PyTorch's own), "flash_triton", "flash_torch", "fa4", or
             "auto", the first of `kernels.KERNELS` that can: on Hopper cuDNN, whose gradients differ
             in the last bits from run to run; torch.use_deterministic_algorithms(True) forbids it.
-        causal, window_size, alibi_slopes: by positions in the whole sequence, as in
+        causal, window_size: by positions in the whole sequence, as in
             `labsupport.attention.attention`. Keys outside of the window are not sent.
         softmax_scale: factor on the scores; 1 / sqrt(head_dim) unless given.
-        dropout_p: must be 0.
+        alibi_slopes, dropout_p: refused unless None and 0.
         group: the process group; all processes unless given. NCCL on GPUs, gloo on CPUs.
         transport: "copy_engines" (GPUs of one machine), "send_receive", or "auto", the first that
             can. A group's first ring on GPUs finds out, with a small message.
@@ -199,11 +197,13 @@ def _prepared(
     q: Tensor, k: Tensor, v: Tensor, options: RingOptions
 ) -> tuple[RingCall, AttentionCall, dict[str, tuple[str, ...]]]:
     """Checked arguments, without asking the other ranks; raises what this rank refuses."""
-    slopes = options.alibi_slopes
     check_model_layout(q, k, v)
     check_window(options.window_size)
-    if slopes is not None:
-        check_alibi_slopes(slopes, q.shape[0], q.shape[2])
+    if options.alibi_slopes is not None:
+        raise AttentionInputError(
+            "ring attention has no ALiBi: leave alibi_slopes out, and use rotary positions, or "
+            "attention(..., alibi_slopes=...) on one device."
+        )
     if options.layout not in LAYOUTS:
         raise AttentionInputError(f"layout {options.layout!r}: there are {', '.join(LAYOUTS)}.")
     if options.transport not in ("auto", *TRANSPORTS):
@@ -228,16 +228,14 @@ def _prepared(
         causal=options.causal,
         window_size=tuple(options.window_size),
         zigzag=zigzag,
-        alibi=slopes is not None,
     )
     # To the plan, a window that covers the whole sequence is none.
     window = (-1 if plan.left is None else plan.left, -1 if plan.right is None else plan.right)
     request = AttentionCall(
-        q, k, v, plan.right == 0, options.softmax_scale, window, slopes, return_lse=True
+        q, k, v, plan.right == 0, options.softmax_scale, window, return_lse=True
     )
     kernel, refused = choose(options.kernel, request)
-    slopes = None if slopes is None else slopes.detach().to(q.device, torch.float32)
-    return RingCall(ring, plan, kernel, request.scale, slopes), request, refused
+    return RingCall(ring, plan, kernel, request.scale), request, refused
 
 
 def _validate_across_ranks(call: RingCall, request: AttentionCall, transport: str) -> None:
@@ -249,7 +247,6 @@ def _validate_across_ranks(call: RingCall, request: AttentionCall, transport: st
         "dtype": request.q.dtype,
         "window": (plan.left, plan.right),
         "layout": LAYOUTS[plan.zigzag],
-        "alibi_slopes": plan.alibi,
         "softmax_scale": call.scale,
         "kernel": call.kernel.name,
         "transport": transport,

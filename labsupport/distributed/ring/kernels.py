@@ -35,11 +35,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Scale, window (a causal mask is (-1, 0)) and ALiBi slopes of one block pair."""
+    """Scale and window (a causal mask is (-1, 0)) of one block pair."""
 
     scale: float
     window: tuple[int, int] = (-1, -1)
-    slopes: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -166,10 +165,9 @@ def _cudnn_backward(
 
 def _torch_forward(q: Tensor, k: Tensor, v: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor]:
     # Given float32, it returns the output as it was accumulated.
-    call = AttentionCall(widened(q), widened(k), widened(v), alibi_slopes=options.slopes)
-    *qkv, slopes = call.math_layout()
+    *qkv, _ = AttentionCall(widened(q), widened(k), widened(v)).math_layout()
     out, lse = flash_attention_forward(
-        *qkv, softmax_scale=options.scale, window_size=options.window, alibi_slopes=slopes
+        *qkv, softmax_scale=options.scale, window_size=options.window
     )
     return out.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)
 
@@ -177,8 +175,8 @@ def _torch_forward(q: Tensor, k: Tensor, v: Tensor, options: BlockOptions) -> tu
 def _torch_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: BlockOptions
 ) -> Gradients:
-    call = AttentionCall(widened(q), widened(k), widened(v), alibi_slopes=options.slopes)
-    *qkv, slopes = call.math_layout()
+    call = AttentionCall(widened(q), widened(k), widened(v))
+    *qkv, _ = call.math_layout()
     by_kv_head = call.kv_heads, call.heads // call.kv_heads
     dq, dk, dv = flash_attention_backward(
         widened(dout).transpose(1, 2).unflatten(1, by_kv_head),
@@ -187,7 +185,6 @@ def _torch_backward(
         lse.unflatten(1, by_kv_head),
         softmax_scale=options.scale,
         window_size=options.window,
-        alibi_slopes=slopes,
     )
     # Query heads that share a key head add up to its gradient.
     return dq.flatten(1, 2).transpose(1, 2), dk.sum(2).transpose(1, 2), dv.sum(2).transpose(1, 2)
@@ -198,7 +195,7 @@ def _triton_forward(
 ) -> tuple[Tensor, Tensor]:
     from labsupport.attention.kernels.autograd import forward
 
-    geometry = Geometry(options.scale, *options.window, options.slopes, gluon=gluon)
+    geometry = Geometry(options.scale, *options.window, gluon=gluon)
     return forward(q, k, v, geometry, float32_out=True)
 
 
@@ -208,7 +205,7 @@ def _triton_backward(
 ) -> Gradients:  # fmt: skip
     from labsupport.attention.kernels.autograd import backward
 
-    geometry = Geometry(options.scale, *options.window, options.slopes, gluon=gluon)
+    geometry = Geometry(options.scale, *options.window, gluon=gluon)
     return backward(dout, q, k, v, out, lse, geometry)
 
 

@@ -54,15 +54,11 @@ class BlockPair:
     Attributes:
         rows, cols: of the queries and of the keys, within the ranks' shards.
         window: (left, right) as flash-attn's `window_size`; a causal mask is (-1, 0).
-        slope_sign: factor on ALiBi's slopes.
-        alibi_offset: the kernel's scores are too high by slope * alibi_offset.
     """
 
     rows: slice
     cols: slice
     window: tuple[int, int]
-    slope_sign: int = 1
-    alibi_offset: int = 0
 
     @property
     def pairs(self) -> int:
@@ -78,9 +74,7 @@ class BlockPair:
         )
 
 
-def visible_pairs(
-    length: int, delta: int, left: int | None, right: int | None, *, alibi: bool = False
-) -> list[BlockPair]:
+def visible_pairs(length: int, delta: int, left: int | None, right: int | None) -> list[BlockPair]:
     """Return the visible part of one block; [] when all of it is hidden.
 
     `length` is n; `delta` is 0, or at least n either way; `left` and `right` are the window in the
@@ -88,22 +82,13 @@ def visible_pairs(
     """
     low = 1 - length if left is None else max(delta - left, 1 - length)
     high = length - 1 if right is None else min(delta + right, length - 1)
-    ranges = [(low, high)]
-    if alibi and delta != 0:
-        ranges = [(low, min(high, 0)), (max(low, 1), high)]
-    return [_pair(length, delta, *ends, alibi) for ends in ranges if ends[0] <= ends[1]]
-
-
-def _pair(length: int, delta: int, low: int, high: int, alibi: bool) -> BlockPair:
+    if low > high:
+        return []
     aside = max(low, 0) + min(high, 0)  # the diagonal that becomes the main one
     size = length - abs(aside)
     row, col = max(-aside, 0), max(aside, 0)
-    left, right = (-1 if side >= size - 1 else side for side in (aside - low, high - aside))
-    pair = BlockPair(slice(row, row + size), slice(col, col + size), (left, right))
-    if not alibi or delta == 0:
-        return pair
-    sign = 1 if (delta > 0) == (high <= 0) else -1
-    return replace(pair, slope_sign=sign, alibi_offset=abs(delta - aside))
+    before, after = (-1 if side >= size - 1 else side for side in (aside - low, high - aside))
+    return [BlockPair(slice(row, row + size), slice(col, col + size), (before, after))]
 
 
 class Message(NamedTuple):
@@ -128,7 +113,6 @@ class Plan:
         length: of one rank's shard.
         left, right: the window in the whole sequence; None means no limit. Causal is right = 0.
         zigzag: each rank holds chunks r and 2W - 1 - r, not one run of the sequence.
-        alibi: block pairs are cut for ALiBi.
 
     >>> Plan.of(8, 1024, causal=True, window_size=(1500, 0)).route
     (0, 1, 2)
@@ -139,7 +123,6 @@ class Plan:
     left: int | None = None
     right: int | None = None
     zigzag: bool = False
-    alibi: bool = False
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -150,13 +133,12 @@ class Plan:
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
         zigzag: bool = False,
-        alibi: bool = False,
     ) -> Plan:
         """Return the plan of flash-attn's options; AttentionInputError for odd zigzag shards."""
         check_even(length, zigzag=zigzag)
         total = world_size * length
         left, right = (None if not 0 <= side < total - 1 else side for side in window_size)
-        return Plan(world_size, length, left, 0 if causal else right, zigzag, alibi)
+        return Plan(world_size, length, left, 0 if causal else right, zigzag)
 
     @cached_property
     def table(self) -> list[list[list[BlockPair]]]:
@@ -165,7 +147,7 @@ class Plan:
         return [[self._block_pairs(rank, owner) for owner in ranks] for rank in ranks]
 
     def _block_pairs(self, rank: int, owner: int) -> list[BlockPair]:
-        if self.zigzag and self.left is None and self.right in (None, 0) and not self.alibi:
+        if self.zigzag and self.left is None and self.right in (None, 0):
             # One call: of an earlier rank's keys the first chunk is seen, by both of this rank's; a
             # later rank's are seen by the second one only; its own two are like neighbours.
             half, masked = self.length // 2, self.right == 0
@@ -178,9 +160,7 @@ class Plan:
             pair.moved(row * size, col * size)
             for row, mine in enumerate(queries)
             for col, other in enumerate(keys)
-            for pair in visible_pairs(
-                size, (mine - other) * size, self.left, self.right, alibi=self.alibi
-            )
+            for pair in visible_pairs(size, (mine - other) * size, self.left, self.right)
         ]
 
     def pairs(self, rank: int) -> list[int]:

@@ -54,9 +54,13 @@ class Traffic:
 
     def count(self, pair: Sequence[Tensor], *, gradients: bool) -> None:
         """Add one message: K and V, or dK and dV."""
-        what = "gradient" if gradients else "kv"
-        vars(self)[f"{what}_messages"] += 1
-        vars(self)[f"{what}_bytes"] += sum(x.nbytes for x in pair)
+        size = sum(x.nbytes for x in pair)
+        if gradients:
+            self.gradient_messages += 1
+            self.gradient_bytes += size
+        else:
+            self.kv_messages += 1
+            self.kv_bytes += size
 
     def __str__(self) -> str:
         return (
