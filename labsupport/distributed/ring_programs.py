@@ -1,4 +1,4 @@
-"""What `labsupport ring` runs on each rank: tests of links and rings, and their times.
+"""Programs of `labsupport ring`, for each rank: tests of links and rings, and their times.
 
 CHECK. Each rank makes the same whole sequence from a seed, and computes its attention alone, in
 float64 (the oracle). Then the ring computes it from shards, by each kernel that can. The output and

@@ -1,10 +1,13 @@
 """The figures of chapter 4: the textbook's passes, a GPU's memories, traffic and its borders."""
 
+import itertools
 import math
 
 import _draw as d
+from matplotlib.colors import LogNorm
 from matplotlib.patches import Rectangle
 
+from labsupport.analysis.tiles import best_choice, tile_choices
 from labsupport.analysis.traffic import Sizes, closed_form, fitting_blocks, theorem
 from labsupport.plotting import style
 from labsupport.profiling import load_run
@@ -55,6 +58,34 @@ def traffic(axes):
         "Closed forms, equal to the counts of running algorithms (tests/analysis); one head, "
         f"about {LENGTH:,} tokens, head_dim {HEAD_DIM}, forward, no mask.\n"
         "Block sizes: the largest that fit into M.",
+    )
+
+
+@d.picture("io-tiles.png", (8.6, 5.2))
+def tiles(axes):
+    """Bytes moved by each pair of block sizes that fits."""
+    table = tile_choices(4096, HEAD_DIM, fast_bytes=99 * 1024)
+    fitting = table[table["fits"]]
+    moved = fitting.pivot(index="block_q", columns="block_k", values="traffic_bytes")
+    sides = sorted(set(table["block_q"]))
+    moved = (moved / 2**20).reindex(index=sides, columns=sides)
+    axes.imshow(moved, origin="lower", cmap="Blues", norm=LogNorm(8, 300), aspect="auto")
+    for row, column in itertools.product(range(len(sides)), repeat=2):
+        value = moved.iloc[row, column]
+        text = "" if math.isnan(value) else f"{value:.3g}"
+        axes.text(column, row, text, ha="center", va="center", fontsize=10, color=(
+            "white" if value > 100 else d.BLACK
+        ))  # fmt: skip
+    axes.set_xticks(range(len(sides)), sides)
+    axes.set_yticks(range(len(sides)), sides)
+    axes.set(xlabel="keys in a block, Bc", ylabel="queries in a block, Br")
+    best = best_choice(table)
+    textbook = table.attrs["case"]["textbook_bytes"] / 2**20
+    return (
+        f"Only the block of queries counts: {best[0]} of them move least of what fits into 99 KiB",
+        f"MiB moved by version 2 (the textbook with its best blocks: {textbook:.0f}); one head, "
+        f"4,096 tokens, head_dim {HEAD_DIM}, bfloat16,\nforward, no mask. Empty: needs more than "
+        "99 KiB.",
     )
 
 
