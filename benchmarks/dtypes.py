@@ -21,9 +21,9 @@ from torch import Tensor
 from benchmarks.runner import Trial, names, run
 from labsupport.attention.accuracy import relative_error
 from labsupport.attention.backends import attention
-from labsupport.attention.implementations import BACKENDS
+from labsupport.attention.call import AttentionCall
+from labsupport.attention.implementations import BACKENDS, FLOAT_DTYPES, Backend
 from labsupport.attention.reference import oracle_attention
-from labsupport.attention.registry import FLOAT_DTYPES, AttentionCall, Backend
 from labsupport.precision.autofix import Float64, PrecisionWarning, safe_flash_attention
 from labsupport.precision.dtypes import short
 from labsupport.profiling.timing import resolve_device
@@ -84,7 +84,8 @@ def _callers(device: torch.device, chosen: Sequence[str] | None) -> dict[str, Ca
 
 
 def _bare(entry: Backend, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-    return entry.run(AttentionCall(q, k, v))[0], None
+    call = AttentionCall(q, k, v)
+    return entry.kernel(call).run(call)[0], None
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.runner import Trial, check_triton, in_turns, not_measured, numbers, run
 from labsupport.attention.backends import attention
-from labsupport.attention.kernels.config import Geometry
+from labsupport.attention.call import AttentionCall
 from labsupport.profiling.grids import Case, make_inputs
 from labsupport.profiling.timing import resolve_device
 
@@ -81,8 +81,8 @@ def _launcher(
 
     q, k, v, _ = (x.detach() for x in make_inputs(shape, device, seed=0))
     out, lse = torch.empty_like(q), q.new_empty(len(q), q.shape[2], q.shape[1]).float()
-    geometry = Geometry(shape.head_dim**-0.5, -1, 0 if shape.causal else -1, gluon=True)
-    return lambda: launch(q, k, v, out, lse, geometry, geometry.scale, clock=clock, **config)
+    call = AttentionCall(q, k, v, causal=shape.causal)
+    return lambda: launch(call, out, lse, clock=clock, **config)
 
 
 def _steps(shape: Case, device: torch.device, seconds: float) -> list[dict[str, Any]]:

@@ -20,9 +20,10 @@ import pandas as pd
 import torch
 
 from benchmarks.runner import Trial, check_triton, in_turns, not_measured, numbers, run
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.autograd import forward
-from labsupport.attention.kernels.config import Geometry, KernelConfig, override, tiling
+from labsupport.attention.kernels.config import KernelConfig, override, tiling
 from labsupport.profiling.timing import resolve_device
 
 # (batch, heads): from one head, for which version 1 has a single program, to 128.
@@ -93,11 +94,11 @@ def _measure(shape: LoopShape, device: torch.device, max_seconds: float) -> dict
     plan = tiling("forward", shape.head_dim, dtype)
     # The tiling of `forward_version1`: O comes from memory, in small tiles.
     small = KernelConfig(min(64, plan.block_q), min(64, plan.block_k), plan.warps, 1)
-    geometry = Geometry(shape.head_dim**-0.5, right=0 if shape.causal else -1)
+    attention = AttentionCall(q, k, v, causal=shape.causal)
 
     def second(tiles: KernelConfig) -> tuple[torch.Tensor, torch.Tensor]:
         with override(forward=tiles):
-            return forward(q, k, v, geometry, hopper=False)
+            return forward(attention, "plain")
 
     versions = {
         "version1": lambda: forward_version1(q, k, v, causal=shape.causal),

@@ -20,11 +20,11 @@ import pandas as pd
 import torch
 
 from benchmarks.runner import Call, Trial, check_triton, in_turns, numbers, run
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.autograd import backward, forward
 from labsupport.attention.kernels.config import (
     HOPPER,
-    Geometry,
     KernelConfig,
     override,
     padded,
@@ -135,10 +135,10 @@ def make_call(shape: Shape, device: torch.device, plans: Plans) -> Call:
     size = shape.batch, shape.seqlen, shape.heads, shape.head_dim
     options = {"dtype": getattr(torch, shape.dtype), "device": device}
     q, k, v, dout = (torch.randn(size, generator=generator, **options) for _ in range(4))
-    geometry = Geometry(shape.head_dim**-0.5, right=0 if shape.causal else -1)
-    call = partial(forward, q, k, v, geometry)
+    attention = AttentionCall(q, k, v, causal=shape.causal)
+    call = partial(forward, attention)
     if shape.direction == "backward":
-        call = partial(backward, dout, q, k, v, *call(), geometry)
+        call = partial(backward, attention, dout, *call())
 
     def planned() -> Any:
         with override(**plans):

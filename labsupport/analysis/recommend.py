@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from labsupport.analysis.predictor import Model, OutOfRangeError, Prediction, predict
 from labsupport.analysis.predictor.memory import inputs_bytes
-from labsupport.attention.implementations import by_name
-from labsupport.attention.registry import Can
+from labsupport.attention.implementations import Can, by_name
 from labsupport.profiling.grids import Case
 from labsupport.profiling.timing import format_ms
 from labsupport.profiling.units import format_bytes

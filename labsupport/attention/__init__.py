@@ -19,6 +19,7 @@ from labsupport.attention.backends import (
     last_call,
     register_backend,
 )
+from labsupport.attention.call import BackendUnavailableError
 from labsupport.attention.drop_in import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -33,7 +34,6 @@ from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.kernels.autograd import TritonFlashAttentionFunction
 from labsupport.attention.online_softmax import merge_attention, online_softmax
 from labsupport.attention.reference import oracle_attention, standard_attention
-from labsupport.attention.registry import BackendUnavailableError
 from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
 
 __all__ = [

@@ -1,8 +1,10 @@
 """Adapters to the implementations: each takes an `AttentionCall` and returns (out, lse or None).
 
 The call is one that the backend's `reasons` do not exclude: out is (batch, seqlen_q, heads,
-head_dim), lse (batch, heads, seqlen_q), natural log. An optional package is imported here and
-nowhere else, when it is first used.
+head_dim), lse (batch, heads, seqlen_q), natural log; lse may also come where it is not asked for.
+Where several kernels, or ways to pass a mask, come into question, a function such as
+`triton_kernel` decides among them: it returns a `Kernel`, which says its name and runs the call.
+An optional package is imported here and nowhere else, when it is first used.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,13 +27,24 @@ from torch.backends.cuda import SDPAParams
 from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.flash_torch import FlashAttentionFunction, flash_attention_forward
-from labsupport.attention.kernels import mode
+from labsupport.attention.kernels import autograd, mode
+from labsupport.attention.kernels.config import can_be_described
 from labsupport.attention.masks import AttentionMask, alibi_bias
 from labsupport.attention.reference import masked_attention
-from labsupport.attention.registry import AttentionCall
 
 Result = tuple[Tensor, Tensor | None]
+Run = Callable[[AttentionCall], Result]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that was chosen for a call: its name, and the function that runs it."""
+
+    name: str
+    run: Run
+
 
 # --- the lab's own --------------------------------------------------------------------------------
 
@@ -39,43 +52,47 @@ Result = tuple[Tensor, Tensor | None]
 def run_standard(call: AttentionCall) -> Result:
     """Run the textbook attention of `reference`."""
     q, k, v, slopes = call.math_layout()
-    options = call.options | {"alibi_slopes": slopes}
-    return _from_math_layout(*masked_attention(q, k, v, **options, return_lse=call.return_lse))
+    out, lse = masked_attention(
+        q, k, v, causal=call.causal, softmax_scale=call.softmax_scale,
+        window_size=call.window_size, alibi_slopes=slopes, return_lse=call.return_lse,
+    )  # fmt: skip
+    return _from_math_layout(out, lse)
 
 
 def run_flash_torch(call: AttentionCall) -> Result:
     """Run the lab's FlashAttention in plain PyTorch."""
     q, k, v, slopes = call.math_layout()
-    options = call.softmax_scale, call.window_size, slopes
     if call.needs_grad:
-        out = FlashAttentionFunction.apply(q, k, v, call.causal, *options)
+        out = FlashAttentionFunction.apply(
+            q, k, v, call.causal, call.softmax_scale, call.window_size, slopes
+        )
         # Reading what was saved makes a checkpoint recompute its block: only if asked for.
         return _from_math_layout(out, out.grad_fn.saved_tensors[-1] if call.return_lse else None)
-    named = call.options | {"is_causal": call.causal, "alibi_slopes": slopes}
-    del named["causal"]
-    return _from_math_layout(*flash_attention_forward(q, k, v, **named))
+    out, lse = flash_attention_forward(
+        q, k, v, call.causal, softmax_scale=call.softmax_scale, window_size=call.window_size,
+        alibi_slopes=slopes,
+    )  # fmt: skip
+    return _from_math_layout(out, lse)
 
 
 def _from_math_layout(out: Tensor, lse: Tensor | None) -> Result:
     return out.flatten(1, 2).transpose(1, 2), None if lse is None else lse.flatten(1, 2)
 
 
-def run_triton(call: AttentionCall) -> Result:
-    """Run the lab's Triton kernels, packed or not."""
-    from labsupport.attention.kernels.autograd import flash_attention_triton
-
-    packed = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
-    out, lse = flash_attention_triton(call.q, call.k, call.v, **call.options, **packed)
-    return out, lse if call.return_lse else None
+def triton_kernel(call: AttentionCall) -> Kernel:
+    """Choose among the lab's Triton kernels."""
+    return _own_kernel(autograd.choose(call))
 
 
-def run_gluon(call: AttentionCall) -> Result:
-    """Run the lab's Gluon kernels, packed or not."""
-    from labsupport.attention.kernels.autograd import flash_attention_triton
+def gluon_kernel(call: AttentionCall) -> Kernel:
+    """Return the lab's Gluon kernels."""
+    return _own_kernel("gluon")
 
-    options = call.options | {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
-    out, lse = flash_attention_triton(call.q, call.k, call.v, **options, gluon=True)
-    return out, lse if call.return_lse else None
+
+def _own_kernel(kernels: autograd.Kernels) -> Kernel:
+    name = f"labsupport.attention.kernels.{autograd.NAMES[kernels]}"
+    interpreted = ", interpreted" if mode.interpreted() else ""
+    return Kernel(name + interpreted, partial(autograd.run, kernels=kernels))
 
 
 TRITON_WITH_GLUON = ("3.6", "3.7")
@@ -95,8 +112,6 @@ def missing_gluon() -> str | None:
 
 def gluon_reasons(call: AttentionCall) -> list[str]:
     """Return why the kernel cannot run a call: it needs a Hopper GPU and one of two head_dims."""
-    from labsupport.attention.kernels.autograd import can_be_described
-
     reasons = []
     if torch.cuda.get_device_capability(call.q.device)[0] != 9:
         reasons.append("is written for Hopper GPUs (compute capability 9.0)")
@@ -105,16 +120,6 @@ def gluon_reasons(call: AttentionCall) -> list[str]:
     if not all(map(can_be_described, (call.q, call.k, call.v))):
         reasons.append("the TMA unit needs contiguous rows in 16-byte steps")
     return reasons
-
-
-def triton_kernel_name(call: AttentionCall) -> str:
-    """Return the kernel, and whether it is interpreted."""
-    from labsupport.attention.kernels import autograd, config
-
-    geometry = config.Geometry(call.scale, -1, -1, call.alibi_slopes, call.cu_seqlens_q)
-    hopper = autograd.hopper_takes(geometry, call.q, call.k, call.v)
-    name = "hopper._hopper_fwd" if hopper else "forward._attn_fwd"
-    return f"labsupport.attention.kernels.{name}{', interpreted' if mode.interpreted() else ''}"
 
 
 def triton_reasons(call: AttentionCall) -> list[str]:
@@ -136,25 +141,28 @@ class Sdpa:
     can_use: Callable[[SDPAParams, bool], bool] | None = None  # on a GPU; None: always
     with_lse: dict[str, Callable[..., Result]] = field(default_factory=dict)  # by device
 
-    def run(self, call: AttentionCall) -> Result:
-        """Run the call."""
+    def kernel(self, call: AttentionCall) -> Kernel:
+        """Return the operator's name for this call, and the way to pass its mask."""
+        flash_on_cpu = self.backend == SDPBackend.FLASH_ATTENTION and call.q.device.type == "cpu"
+        note = " (with a stored seqlen_q x seqlen_k mask)" if self.stores_mask(call) else ""
+        name = self.operator + ("_for_cpu" if flash_on_cpu else "") + note
+        masked = call.alibi_slopes is not None or _needs_mask_tensor(call)
+        is_causal = not masked and not call.band.unlimited
+        return Kernel(name, partial(self.run, masked=masked, is_causal=is_causal))
+
+    def run(self, call: AttentionCall, *, masked: bool, is_causal: bool) -> Result:
+        """Run the call, with a mask tensor or PyTorch's `is_causal`, which is aligned top-left."""
         q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
         if call.return_lse:
-            out, lse = self.with_lse[q.device.type](call, q, k, v)
+            out, lse = self.with_lse[q.device.type](call, q, k, v, masked, is_causal)
             return out.transpose(1, 2), lse
-        mask, is_causal = _sdpa_mask(call)
+        mask = _sdpa_mask(call) if masked else None
         with sdpa_kernel(self.backend) if is_compiling() else _pinned(self.backend):
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=is_causal, scale=call.softmax_scale,
                 enable_gqa=call.heads != call.kv_heads,
             )  # fmt: skip
         return out.transpose(1, 2), None
-
-    def kernel(self, call: AttentionCall) -> str:
-        """Return the operator's name for this call."""
-        flash_on_cpu = self.backend == SDPBackend.FLASH_ATTENTION and call.q.device.type == "cpu"
-        note = " (with a stored seqlen_q x seqlen_k mask)" if self.stores_mask(call) else ""
-        return self.operator + ("_for_cpu" if flash_on_cpu else "") + note
 
     def stores_mask(self, call: AttentionCall) -> bool:
         """Return whether a fused kernel needs a mask of seqlen_q x seqlen_k for this call."""
@@ -204,20 +212,17 @@ def _needs_mask_tensor(call: AttentionCall) -> bool:
     return not band.unlimited and not (band.plain_causal and band.offset == 0)
 
 
-def _sdpa_mask(call: AttentionCall) -> tuple[Tensor | None, bool]:
-    """SDPA's (attn_mask, is_causal); `is_causal` is aligned top-left, so for square masks only."""
+def _sdpa_mask(call: AttentionCall) -> Tensor | None:
     band = call.band
     if call.alibi_slopes is not None:
-        return _float_mask(call), False
-    if not _needs_mask_tensor(call):
-        return None, not band.unlimited
+        return _float_mask(call)
     if band.plain_causal:
         # Imported here: it brings torch._dynamo, which doubles the time to import this package.
         from torch.nn.attention.bias import causal_lower_right
 
         # Keeps CUDA's flash kernel (bottom-right inside); elsewhere it becomes a stored mask.
-        return causal_lower_right(band.seqlen_q, band.seqlen_k), False
-    return band.full_mask(call.q.device), False
+        return causal_lower_right(band.seqlen_q, band.seqlen_k)
+    return band.full_mask(call.q.device)
 
 
 def _float_mask(call: AttentionCall) -> Tensor | None:
@@ -233,40 +238,46 @@ def _float_mask(call: AttentionCall) -> Tensor | None:
     return mask if mask is None or visible is None else mask.masked_fill(~visible, -torch.inf)
 
 
-def _flash_cpu_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Result:
-    stored = _needs_mask_tensor(call)
+def _flash_cpu_with_lse(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, masked: bool, is_causal: bool
+) -> Result:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, not stored and not call.band.unlimited,
-        attn_mask=_float_mask(call) if stored else None, scale=call.scale,
-    )  # fmt: skip
+        q, k, v, 0.0, is_causal, attn_mask=_float_mask(call) if masked else None, scale=call.scale
+    )
     return out, lse
 
 
-def _flash_cuda_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Result:
+def _flash_cuda_with_lse(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, masked: bool, is_causal: bool
+) -> Result:
     # SDPA's operator wants head_dim in multiples of 8; SDPA itself pads and cuts as here.
     q, k, v = (F.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
+    # Its only mask is a causal one, which it aligns bottom-right.
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, not call.band.unlimited, False, scale=call.scale
+        q, k, v, 0.0, masked or is_causal, False, scale=call.scale
     )
     return out[..., : call.head_dim], lse
 
 
-def _efficient_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Result:
-    stored = _needs_mask_tensor(call) or call.alibi_slopes is not None
-    bias = _float_mask(call) if stored else None
+def _efficient_with_lse(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, masked: bool, is_causal: bool
+) -> Result:
+    bias = _float_mask(call) if masked else None
     if bias is not None:
         # The kernel reads aligned rows: pad each to a multiple of 16, then cut it to length.
         bias = F.pad(bias, (0, -bias.shape[-1] % 16))[..., : bias.shape[-1]]
         bias = bias.expand(q.shape[0], q.shape[1], -1, -1)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, bias, True, 0.0, not stored and not call.band.unlimited, scale=call.scale
+        q, k, v, bias, True, 0.0, is_causal, scale=call.scale
     )
     return out, lse[..., : q.shape[-2]]
 
 
-def _cudnn_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Result:
+def _cudnn_with_lse(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, masked: bool, is_causal: bool
+) -> Result:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, not call.band.unlimited, False, scale=call.scale
+        q, k, v, None, True, 0.0, is_causal, False, scale=call.scale
     )
     return out, lse.reshape(q.shape[:-1])
 
@@ -391,10 +402,12 @@ def run_fa2(call: AttentionCall) -> Result:
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     function = flash_attn_varlen_func if call.packed else flash_attn_func
-    options = call.options | {"window_size": tuple(call.window_size), "return_attn_probs": True}
-    if call.alibi_slopes is not None:
-        options["alibi_slopes"] = call.alibi_slopes.float()
-    return function(call.q, call.k, call.v, **_packed(call), **options)[:2]
+    slopes = call.alibi_slopes
+    return function(
+        call.q, call.k, call.v, **_packed(call), softmax_scale=call.softmax_scale,
+        causal=call.causal, window_size=tuple(call.window_size),
+        alibi_slopes=None if slopes is None else slopes.float(), return_attn_probs=True,
+    )[:2]  # fmt: skip
 
 
 def fa4_reasons(call: AttentionCall) -> list[str]:
@@ -423,12 +436,8 @@ def run_fa4(call: AttentionCall) -> Result:
 
 
 def _packed(call: AttentionCall) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for letter, offsets in (("q", call.cu_seqlens_q), ("k", call.cu_seqlens_k)):
-        if offsets is not None:
-            options[f"cu_seqlens_{letter}"] = offsets.to(call.q.device, torch.int32)
-            options[f"max_seqlen_{letter}"] = int(offsets.diff().max())
-    return options
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return {name: getattr(call, name) for name in names} if call.packed else {}
 
 
 @cache

@@ -9,7 +9,13 @@
     last_call()                                            which backend and which kernel ran
 
 Inputs are checked, and a backend is chosen, once for each signature: shapes, strides, dtypes,
-devices, options and PyTorch's modes. Further calls with that signature go straight to the adapter.
+devices, options and PyTorch's modes. Further calls with that signature go straight to the kernel.
+From here on, inputs and options travel as one `AttentionCall`. Where to read on:
+
+    call             the carrier: inputs, options, and what is computed from them
+    implementations  the table of backends, with their limits
+    adapters         from a call to PyTorch's, flash-attn's and other kernels
+    kernels/autograd from a call to the lab's own kernels
 """
 
 from __future__ import annotations
@@ -26,24 +32,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
+from labsupport.attention.adapters import Kernel
+from labsupport.attention.call import AttentionCall, AttentionOptions, BackendUnavailableError
 from labsupport.attention.flash_torch import autocast_off
-from labsupport.attention.implementations import BACKENDS, by_name, own
+from labsupport.attention.implementations import (
+    BACKENDS,
+    FLOAT_DTYPES,
+    Backend,
+    Can,
+    Limits,
+    by_name,
+    own,
+)
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_alibi_slopes,
     check_model_layout,
     check_packed_layout,
     check_window,
-)
-from labsupport.attention.masks import AttentionMask
-from labsupport.attention.registry import (
-    FLOAT_DTYPES,
-    AttentionCall,
-    AttentionOptions,
-    Backend,
-    BackendUnavailableError,
-    Can,
-    Limits,
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -177,9 +183,9 @@ class _Plan:
     """The choice for one signature."""
 
     backend: Backend
-    band: AttentionMask | None  # without the leading queries that see no key; packed: None
-    empty: int  # number of such queries
-    groups: int  # how often each key head is repeated before the call
+    kernel: Kernel | None  # None: packed sequences run one by one, each with its own choice
+    empty: int  # number of leading queries that see no key
+    repeated: bool  # whether key heads are repeated before the call
     report: CallReport
 
 
@@ -203,21 +209,24 @@ def _attend(
             _plans[signature] = plan
     if plan.empty:
         call = replace(call, q=call.q[:, plan.empty :])
-    if plan.groups > 1:
-        call = _with_repeated_heads(call, plan.groups)
-    if signature is not None:
-        call.__dict__["band"] = plan.band  # a cached property
+    if plan.repeated:
+        call = call.with_repeated_heads()
     # Autocast would cast inputs on the way into some backends and not into others.
     with autocast_off(call.q):
-        out, lse = _run(plan.backend, call)
+        if plan.kernel is None:
+            out, lse = _run_each_document(plan.backend, call)
+        else:
+            out, lse = plan.kernel.run(call.for_kernels() if call.packed else call)
     if plan.empty:
         out = F.pad(out, (0, 0, 0, 0, plan.empty, 0))
-        lse = None if lse is None else F.pad(lse, (plan.empty, 0), value=-torch.inf)
     _reports.last = plan.report
     if not call.return_lse:
         return out
     assert lse is not None, f"{plan.backend.name} promised a log-sum-exp and returned none"
-    return out, lse
+    lse = lse.detach().to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
+    # flash-attn 2 says +inf of a query that sees no key (packed calls may hold some).
+    lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+    return out, F.pad(lse, (plan.empty, 0), value=-torch.inf) if plan.empty else lse
 
 
 def _signature(call: AttentionCall, *rest: Any) -> tuple[Any, ...] | None:
@@ -240,6 +249,8 @@ def _signature(call: AttentionCall, *rest: Any) -> tuple[Any, ...] | None:
         cuda = torch.backends.cuda
         modes += (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled())
         modes += (cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled())
+        if q.itemsize == 2:  # the TMA unit takes aligned tensors
+            modes += tuple([x.data_ptr() % 16 == 0 for x in tensors])
     return (
         *[(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors],
         *(call.causal, call.softmax_scale, call.window_size, call.return_lse, modes, *rest),
@@ -261,19 +272,19 @@ def _check(call: AttentionCall, check_layout: bool) -> None:
 def _make_plan(call: AttentionCall, requested: str, io_aware: bool) -> _Plan:
     empty, call = (0, call) if call.packed else call.without_empty_queries()
     candidates = tuple(entry for entry in BACKENDS if entry.io_aware or not io_aware)
-    groups = call.heads // call.kv_heads if requested == "auto" and _better_repeated(call) else 1
-    if groups > 1:
-        call = _with_repeated_heads(call, groups)
+    repeated = requested == "auto" and _better_repeated(call)
+    if repeated:
+        call = call.with_repeated_heads()
     chosen, refused = _choose(call, requested, candidates)
     parts = chosen.parts(call)
-    kernels = " and ".join(dict.fromkeys(chosen.kernel(part) for part in parts))
-    if call.packed and chosen.run_packed is None:
-        kernels += ", once per sequence"
-    if groups > 1:
-        kernels += ", key heads repeated"
+    kernels = [chosen.kernel(part) for part in parts]
+    one_by_one = call.packed and not chosen.takes_packed
+    names = " and ".join(dict.fromkeys(kernel.name for kernel in kernels))
+    names += ", once per sequence" if one_by_one else ""
+    names += ", key heads repeated" if repeated else ""
     io_aware = chosen.io_aware and not any(map(chosen.stores_mask, parts))
-    report = CallReport(chosen.name, kernels, io_aware, requested, refused)
-    return _Plan(chosen, None if call.packed else call.band, empty, groups, report)
+    report = CallReport(chosen.name, names, io_aware, requested, refused)
+    return _Plan(chosen, None if one_by_one else kernels[0], empty, repeated, report)
 
 
 def _better_repeated(call: AttentionCall) -> bool:
@@ -287,10 +298,6 @@ def _better_repeated(call: AttentionCall) -> bool:
     return square and call.q.is_cuda and call.q.dtype == torch.float32
 
 
-def _with_repeated_heads(call: AttentionCall, groups: int) -> AttentionCall:
-    return replace(call, **{x: getattr(call, x).repeat_interleave(groups, dim=2) for x in "kv"})
-
-
 def _choose(
     call: AttentionCall, requested: str, candidates: tuple[Backend, ...]
 ) -> tuple[Backend, dict[str, tuple[str, ...]]]:
@@ -298,7 +305,7 @@ def _choose(
     refused: dict[str, tuple[str, ...]] = {}
     order = candidates if requested == "auto" else (by_name(requested),)
     if call.packed:  # kernels that take all sequences together come before a loop over them
-        order = tuple(sorted(order, key=lambda entry: entry.run_packed is None))
+        order = tuple(sorted(order, key=lambda entry: not entry.takes_packed))
     for entry in order:
         reasons = tuple(entry.reasons(call))
         if not reasons and (requested != "auto" or all(map(entry.for_auto, entry.parts(call)))):
@@ -315,17 +322,6 @@ def _choose(
     )
 
 
-def _run(entry: Backend, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    if call.packed and entry.run_packed is None:
-        return _run_each_document(entry, call)
-    out, lse = entry.run_packed(call) if call.packed and entry.run_packed else entry.run(call)
-    if lse is not None:
-        # flash-attn 2 says +inf of a query that sees no key (packed calls may hold some).
-        lse = lse.detach().to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
-        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
-    return out, lse
-
-
 def _run_each_document(entry: Backend, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     outs, lses = [], []
     for rows, document in call.documents():
@@ -334,7 +330,7 @@ def _run_each_document(entry: Backend, call: AttentionCall) -> tuple[Tensor, Ten
         outs.append(torch.zeros_like(call.q[rows][:empty]))
         lses.append(call.q.new_full((call.heads, empty), -torch.inf, dtype=torch.float32))
         if document is not None:
-            out, lse = _run(entry, document)
+            out, lse = entry.kernel(document).run(document)
             outs.append(out[0])
             lses += [] if lse is None else [lse[0]]
     return torch.cat(outs), torch.cat(lses, dim=-1) if call.return_lse else None
@@ -454,14 +450,14 @@ def register_backend(name: str, function: Callable[[Tensor, Tensor, Tensor, bool
 
     Args:
         name: a new one, or one that was registered before; its function is replaced.
-        function: (q, k, v, is_causal) -> out, all (batch, heads, seqlen, head_dim), with the
+        function: (q, k, v, causal) -> out, all (batch, heads, seqlen, head_dim), with the
             default scale and bottom-right causal masks. Shared key/value heads are repeated before.
             For training it needs its own gradients (`torch.autograd.Function`).
 
     Raises:
         ValueError: the name of one of the lab's backends.
 
-    >>> register_backend("mine", lambda q, k, v, is_causal: v)
+    >>> register_backend("mine", lambda q, k, v, causal: v)
     >>> q = k = v = torch.ones(1, 5, 2, 8)
     >>> torch.equal(attention(q, k, v, backend="mine"), v)
     True
@@ -470,9 +466,9 @@ def register_backend(name: str, function: Callable[[Tensor, Tensor, Tensor, bool
         raise ValueError(f"{name!r} is a backend of the lab's: choose another name")
 
     def run(call: AttentionCall) -> tuple[Tensor, None]:
+        shared = call.kv_heads < call.heads
+        call = call.with_repeated_heads() if shared else call
         q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
-        if call.kv_heads < call.heads:
-            k, v = (x.repeat_interleave(call.heads // call.kv_heads, dim=1) for x in (k, v))
         return function(q, k, v, call.causal).transpose(1, 2), None
 
     def reasons(call: AttentionCall) -> list[str]:
@@ -487,7 +483,6 @@ def register_backend(name: str, function: Callable[[Tensor, Tensor, Tensor, bool
             can=frozenset({Can.UNEQUAL_CAUSAL, Can.GROUPED_HEADS, Can.GRADIENT_ON_CPU}),
         ),
         further_reasons=reasons,
-        run=run,
-        kernel=lambda call: getattr(function, "__name__", name),
+        kernel=lambda call: Kernel(getattr(function, "__name__", name), run),
     )
     _plans.clear()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.inputs import AttentionInputError, check_model_layout
 from labsupport.attention.kernels import mode
-from labsupport.attention.kernels.config import HOPPER, Geometry, positive_scale
+from labsupport.attention.kernels.config import HOPPER
 
 
 def hadamard(n: int) -> Tensor:
@@ -79,12 +79,10 @@ def fp8_attention(
     batch, seqlen, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = q.new_empty((batch, heads, seqlen), dtype=torch.float32)
-    q, scale = positive_scale(
-        q, 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    )
+    call = AttentionCall(q, k, v, causal, softmax_scale)
     with torch.cuda.device_of(q):
         rotation = _rotation(head_dim, q.dtype, q.device) if rotate else None
-        launch(q, k, v, out, lse, Geometry(scale, right=0 if causal else -1), scale, rotation)
+        launch(call.with_positive_scale(), out, lse, rotation)
     return (out, lse) if return_lse else out
 
 

@@ -32,7 +32,7 @@ import typer
 from torch import Tensor
 
 from labsupport.attention import attention
-from labsupport.attention.registry import AttentionCall, BackendUnavailableError
+from labsupport.attention.call import AttentionCall, BackendUnavailableError
 from labsupport.distributed.failures import short
 from labsupport.distributed.launch import LaunchError, launch
 from labsupport.distributed.process_group import (

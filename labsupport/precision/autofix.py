@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from labsupport.attention.backends import flash_attention
+from labsupport.attention.call import AttentionCall, BackendUnavailableError
 from labsupport.attention.flash_torch import autocast_off
-from labsupport.attention.implementations import BACKENDS, by_name
+from labsupport.attention.implementations import BACKENDS, HALF_DTYPES, Backend, by_name
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_alibi_slopes,
@@ -37,12 +38,6 @@ from labsupport.attention.inputs import (
     check_window,
 )
 from labsupport.attention.reference import oracle_attention
-from labsupport.attention.registry import (
-    HALF_DTYPES,
-    AttentionCall,
-    Backend,
-    BackendUnavailableError,
-)
 from labsupport.precision.dtypes import overflow_threshold, range_of, short, unit_roundoff
 
 Float64 = Literal["refuse", "keep", "cast"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from labsupport.attention.registry import short as short
+from labsupport.attention.implementations import short as short
 
 BOTTOM = 8
 

@@ -21,9 +21,9 @@ from labsupport.attention import (
 )
 from labsupport.attention.backends import BACKENDS
 from labsupport.attention.backends import _choose as choose
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.implementations import by_name, shape_comes_back
 from labsupport.attention.reference import masked_attention
-from labsupport.attention.registry import AttentionCall
 from tests.attention.cases import (
     DEVICES,
     GPU,
@@ -242,7 +242,7 @@ def test_packed_calls_choose_and_report_for_every_document():
     assert "once per sequence" in last_call().kernel
     # One kernel for all sequences is preferred to a loop over them.
     loop = by_name("sdpa_flash")
-    at_once = replace(by_name("flash_torch"), name="at once", run_packed=lambda call: (q, None))
+    at_once = replace(by_name("flash_torch"), name="at once", takes_packed=True)
     call, batched = AttentionCall(q, k, v, **packed), AttentionCall(q[None], k[None], v[None])
     assert choose(call, "auto", (loop, at_once))[0].name == "at once"
     assert choose(call, "sdpa_flash", (loop, at_once))[0].name == "sdpa_flash"

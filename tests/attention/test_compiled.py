@@ -24,9 +24,10 @@ import json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from benchmarks.resources import machine_code, source_of
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.kernels.autograd import backward, forward
 from labsupport.attention.kernels.common import run_kernel
-from labsupport.attention.kernels.config import Geometry, decode_tiling
+from labsupport.attention.kernels.config import decode_tiling
 from labsupport.attention.kernels.decode import MERGED_AT_ONCE, _decode_merge, _decode_split
 from labsupport.attention.kernels import backward as plain_backward
 from labsupport.attention.kernels import backward_gluon, forward_fp8, forward_gluon, linear
@@ -67,12 +68,13 @@ class Hopper:
     def get_current_stream(self, device): return 0
 
 triton.runtime.driver.set_active(Hopper())
-cu_seqlens = torch.zeros(3, dtype=torch.int32)
+packed = {f"cu_seqlens_{x}": torch.zeros(3, dtype=torch.int32) for x in "qk"}
+packed |= {"max_seqlen_q": 4096, "max_seqlen_k": 4096, "causal": True}
 cases = {
-    "packed": (128, Geometry(0.1, -1, 0, None, cu_seqlens, cu_seqlens, 4096, 4096, gluon=True), {}),
-    "three": (64, Geometry(0.1, gluon=True), {}),
-    "one": (128, Geometry(0.1, gluon=True), {"CONSUMERS": 1, "TOGETHER": False}),
-    "traced": (128, Geometry(0.1, gluon=True), {}),
+    "packed": (128, packed, {}),
+    "three": (64, {}, {}),
+    "one": (128, {}, {"CONSUMERS": 1, "TOGETHER": False}),
+    "traced": (128, {}, {}),
 }
 built = []
 torch.cuda.get_device_properties = lambda device: type("", (), {"multi_processor_count": 132})
@@ -82,18 +84,19 @@ warm_up = lambda kernel, tensors, key, rest: (
 gluon = forward_gluon, backward_gluon, plain_backward
 for module in (*gluon, forward_fp8):
     module.run_kernel = warm_up
-for case, (head_dim, geometry, config) in cases.items():
-    q = torch.empty(*((4096,) if geometry.packed else (2, 4096)), 4, head_dim).bfloat16()
+for case, (head_dim, options, config) in cases.items():
+    q = torch.empty(*((4096,) if options else (2, 4096)), 4, head_dim).bfloat16()
+    call = AttentionCall(q, q, q, **options)
     lse = torch.empty(*q.shape[:-3], 4, 4096)
     clock = torch.empty(2, 9, 4, dtype=torch.int64) if case == "traced" else None
-    forward_gluon.launch(q, q, q, q, lse, geometry, 0.1, clock=clock, **config)
+    forward_gluon.launch(call, q, lse, clock=clock, **config)
     built_now = built.pop()
     ptx = built_now.asm["ptx"]
     counts = [ptx.count(name) for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "clock64")]
     found["gluon"][case] = [built_now.metadata.shared, *counts]
     if clock is None and not config:
         gradients = (torch.empty_like(q) for _ in "qkv")
-        backward_gluon.launch(q, q, q, q, q, lse, None, *gradients, geometry)
+        backward_gluon.launch(call, q, q, lse, None, *gradients)
         names = "wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor"
         ptx = built[1].asm["ptx"]
         found["backward"].append([built[1].metadata.shared, *map(ptx.count, names)])
@@ -103,7 +106,7 @@ for case, (head_dim, geometry, config) in cases.items():
 
 for head_dim in (64, 128):
     q, lse = torch.empty(2, 4096, 4, head_dim).bfloat16(), torch.empty(2, 4, 4096)
-    forward_fp8.launch(q, q, q, q, lse, Geometry(0.1, right=0), 0.1, q[0, :head_dim, 0])
+    forward_fp8.launch(AttentionCall(q, q, q, causal=True), q, lse, q[0, :head_dim, 0])
     ptx = built[-1].asm["ptx"]
     names = "m64n128k32.f32.e4m3.e4m3", f"m64n{head_dim}k32.f32.e4m3.e4m3", "bfly"
     found["fp8"].append([machine_code(built[-1])[1], *map(ptx.count, names)])
@@ -155,15 +158,16 @@ def twice(call):
 q, k = torch.randn(2, 70, 4, 64).half(), torch.randn(2, 90, 2, 64).half()
 for module in (*gluon, forward_fp8):
     module.run_kernel = run_kernel
-geometry = Geometry(0.1, 3, 0, gluon=True)
-out, lse = forward(q, k, k, geometry)
-twice(lambda: forward(q, k, k, geometry))
-twice(lambda: backward(out, q, k, k, out, lse, geometry))
-for geometry, hopper in ((Geometry(0.1, 5, 0, torch.rand(2, 4)), False), (Geometry(0.2), True)):
-    out, lse = forward(q, k, k, geometry, hopper=hopper)
-    twice(lambda: forward(q, k, k, geometry, hopper=hopper))
-    twice(lambda: backward(out, q, k, k, out, lse, geometry, hopper=hopper))
-twice(lambda: forward_fp8.launch(q, k, k, out, lse, Geometry(0.1, right=0), 0.1, q[0, :64, 0]))
+for kernels, options in (
+    ("gluon", {"window_size": (3, 0)}),
+    ("plain", {"window_size": (5, 0), "alibi_slopes": torch.rand(2, 4)}),
+    ("hopper", {}),
+):
+    call = AttentionCall(q, k, k, softmax_scale=0.1, **options)
+    out, lse = forward(call, kernels)
+    twice(lambda: forward(call, kernels))
+    twice(lambda: backward(call, out, out, lse, kernels))
+twice(lambda: forward_fp8.launch(AttentionCall(q, k, k, causal=True), out, lse, q[0, :64, 0]))
 
 print(json.dumps(found))
 """

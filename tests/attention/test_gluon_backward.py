@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from labsupport.attention import oracle_attention
-from labsupport.attention.kernels.autograd import backward, forward
-from labsupport.attention.kernels.config import Geometry
+from labsupport.attention.call import AttentionCall
+from labsupport.attention.kernels.autograd import run
 from tests.attention.cases import (
     GPU,
     MASKS,
@@ -25,21 +25,6 @@ on_hopper = pytest.mark.skipif(
 )
 
 
-class Gluon(torch.autograd.Function):
-    """Both passes in Gluon, with the gradient of lse."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, geometry):
-        out, lse = forward(q, k, v, geometry)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.geometry = geometry
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        return *backward(dout, *ctx.saved_tensors, ctx.geometry, dlse=dlse), None
-
-
 @on_hopper
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16)])
@@ -49,11 +34,8 @@ class Gluon(torch.autograd.Function):
 def test_gradients_obey_the_error_rule(lengths, head_dim, mask, dtype):
     sizes = (*lengths, 4, 2, head_dim)
     inputs = make_model_qkv(2, *sizes, dtype=dtype, device="cuda")
-    left, right = mask.get("window_size", (-1, -1))
-    right = 0 if mask.get("causal") else right
-    geometry = Geometry(mask.get("softmax_scale", head_dim**-0.5), left, right, gluon=True)
     assert_obeys_error_rule(
-        lambda q, k, v: Gluon.apply(q, k, v, geometry)[0],
+        lambda q, k, v: run(AttentionCall(q, k, v, **mask), "gluon")[0],
         inputs, math_layout=to_math_layout, back=lambda out: out.transpose(1, 2), **mask,
     )  # fmt: skip
 
@@ -65,8 +47,8 @@ def test_packed_sequences_may_be_empty_and_lse_has_a_gradient():
     sizes = int(cu_q[-1]), int(cu_k[-1]), 4, 2, 128
     inputs = make_model_qkv(1, *sizes, dtype=torch.bfloat16, device="cuda")
     inputs = [x.detach()[0].requires_grad_() for x in inputs]
-    geometry = Geometry(128**-0.5, -1, 0, None, cu_q, cu_k, 512, 130, gluon=True)
-    out, lse = Gluon.apply(*inputs, geometry)
+    call = AttentionCall(*inputs, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    out, lse = run(call.for_kernels(), "gluon")
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     got = torch.autograd.grad((out, lse), inputs, (dout, dlse))
 

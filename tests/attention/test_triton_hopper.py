@@ -18,8 +18,7 @@ from labsupport.attention import (
     available_backends,
     last_call,
 )
-from labsupport.attention.kernels.config import Geometry
-from labsupport.attention.registry import AttentionCall
+from labsupport.attention.call import AttentionCall
 from tests.attention.cases import (
     GPU,
     GROUPS,
@@ -34,7 +33,8 @@ if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
 from labsupport.attention.kernels import autograd
-from labsupport.attention.kernels.autograd import can_be_described, hopper_takes
+from labsupport.attention.kernels.autograd import choose
+from labsupport.attention.kernels.config import can_be_described
 
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if GPU else "cpu"
@@ -49,9 +49,9 @@ def check(monkeypatch):
     """Judge the kernels for Hopper, or the plain ones, in both passes."""
 
     def check(inputs, *, hopper=True, **options):
-        monkeypatch.setattr(autograd, "hopper_takes", lambda *_: hopper)
+        monkeypatch.setattr(autograd, "choose", lambda call: "hopper" if hopper else "plain")
         assert_obeys_error_rule(
-            lambda q, k, v: autograd.flash_attention_triton(q, k, v, **options)[0],
+            lambda q, k, v: autograd.run(AttentionCall(q, k, v, **options))[0],
             inputs, math_layout=to_math_layout, back=lambda out: out.transpose(1, 2), **options,
         )  # fmt: skip
 
@@ -105,12 +105,16 @@ def test_on_hopper_they_are_taken_where_they_can_run_and_the_report_says_so():
 
 def test_elsewhere_and_for_what_they_are_not_made_for_the_plain_ones_run():
     q = torch.zeros(1, 70, 2, 64, dtype=torch.float16, device=DEVICE)
-    assert hopper_takes(Geometry(1.0), q, q, q) == HOPPER
-    assert not hopper_takes(Geometry(1.0, slopes=torch.ones(2)), q, q, q)
-    assert not hopper_takes(Geometry(1.0, cu_seqlens_q=torch.tensor([0, 70])), q[0], q[0], q[0])
-    assert not hopper_takes(Geometry(1.0), q.float(), q.float(), q.float())
-    assert not hopper_takes(Geometry(1.0), q[..., :32], q[..., :32], q[..., :32])
-    assert not hopper_takes(Geometry(1.0), q, q, q, q[..., :1].expand(q.shape))
+
+    def chosen(q, **options):
+        return choose(AttentionCall(q, q, q, **options))
+
+    assert chosen(q) == ("hopper" if HOPPER else "plain")
+    assert chosen(q, alibi_slopes=torch.ones(2)) == "plain"
+    assert chosen(q[0], cu_seqlens_q=torch.tensor([0, 70])) == "plain"
+    assert chosen(q.float()) == "plain"
+    assert chosen(q[..., :32]) == "plain"
+    assert chosen(q[..., :1].expand(q.shape)) == "plain"
 
 
 # --- Gluon ----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import dtypes
 from benchmarks.__main__ import parser_of
-from labsupport.attention.registry import FLOAT_DTYPES
+from labsupport.attention.implementations import FLOAT_DTYPES
 
 
 @pytest.fixture(scope="module")

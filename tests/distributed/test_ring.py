@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from labsupport.attention import AttentionInputError, BackendUnavailableError, compare_with_oracle
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
 from labsupport.attention.online_softmax import merge_attention
 from labsupport.attention.reference import masked_attention, oracle_attention
-from labsupport.attention.registry import AttentionCall
 from labsupport.distributed.minimal_ring import minimal_ring_attention
 from labsupport.distributed.ring import (
     Plan,

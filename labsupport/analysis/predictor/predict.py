@@ -9,8 +9,7 @@ from labsupport.analysis.predictor.calibration import Model
 from labsupport.analysis.predictor.device import Device, device_from_specification
 from labsupport.analysis.predictor.memory import peak_memory
 from labsupport.analysis.predictor.work import features
-from labsupport.attention.implementations import by_name
-from labsupport.attention.registry import version
+from labsupport.attention.implementations import by_name, version
 from labsupport.profiling.grids import Case
 from labsupport.profiling.hardware import find_spec
 from labsupport.profiling.timing import format_ms

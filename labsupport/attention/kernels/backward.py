@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.kernels.common import (
     LOG2_E,
     SIZES,
@@ -30,7 +31,9 @@ from labsupport.attention.kernels.common import (
     apply_mask,
     blocks_of,
     load_rows,
+    numbers,
     others,
+    rest_of_call,
     row_strides,
     run_kernel,
     sequence,
@@ -39,7 +42,7 @@ from labsupport.attention.kernels.common import (
     strides,
     tile_ranges,
 )
-from labsupport.attention.kernels.config import Geometry, KernelConfig, padded, tiling
+from labsupport.attention.kernels.config import KernelConfig, padded, tiling
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -276,35 +279,31 @@ def _bwd_dq(
 
 
 def launch(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
-    dq: Tensor, dk: Tensor, dv: Tensor, geometry: Geometry,
+    call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Fill dq, dk and dv; shapes and strides as in `autograd.backward`."""
+    q, k, v = call.q, call.k, call.v
     delta, shift = torch.empty_like(lse), torch.empty_like(lse)
     launch_preprocess(dout, out, lse, dlse, shift, delta)
     inputs = {"Q": q, "K": k, "V": v, "dO": dout}
-    rows = {
-        "Shift": shift, "Delta": delta, "slopes": geometry.slopes,
-        "cu_q": geometry.cu_seqlens_q, "cu_k": geometry.cu_seqlens_k,
-    }  # fmt: skip
+    rows = {"Shift": shift, "Delta": delta, **rest_of_call(call)}
 
     def run(kernel: Any, config: KernelConfig, blocks: tuple[int, int], **outputs: Tensor) -> None:
         def rest() -> tuple[int, Arguments]:
             named = {name.lower(): x for name, x in outputs.items()}
             return blocks[1], {
-                "scale": geometry.scale, "blocks": blocks[0], "WIDE": q.dtype == torch.float32,
+                "scale": call.scale, "blocks": blocks[0], "WIDE": q.dtype == torch.float32,
                 **strides(q=q, k=k, v=v, g=dout, **named), **row_strides(l=delta),
-                **sizes(q, k, geometry), **others(q, geometry, config),
+                **sizes(call), **others(call, config),
             }  # fmt: skip
 
-        run_kernel(kernel, {**inputs, **outputs, **rows}, (config, geometry.numbers), rest)
+        run_kernel(kernel, {**inputs, **outputs, **rows}, (config, numbers(call)), rest)
 
-    config = tiling("keys", q.shape[-1], q.dtype)
-    blocks = blocks_of(k, geometry.max_seqlen_k, config.block_k, geometry)
-    run(_bwd_dkdv, config, blocks, dK=dk, dV=dv)
-    config = tiling("queries", q.shape[-1], q.dtype)
-    blocks = blocks_of(q, geometry.max_seqlen_q, config.block_q, geometry)
-    run(_bwd_dq, config, blocks, dQ=dq)
+    config = tiling("keys", call.head_dim, q.dtype)
+    run(_bwd_dkdv, config, blocks_of(k, call.max_seqlen_k, config.block_k, call), dK=dk, dV=dv)
+    config = tiling("queries", call.head_dim, q.dtype)
+    run(_bwd_dq, config, blocks_of(q, call.max_seqlen_q, config.block_q, call), dQ=dq)
 
 
 def launch_preprocess(

@@ -63,7 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from labsupport.attention.kernels.autograd import can_be_described
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.kernels.backward import launch_preprocess
 from labsupport.attention.kernels.common import (
     LOG2_E,
@@ -71,10 +71,11 @@ from labsupport.attention.kernels.common import (
     Arguments,
     blocks_of,
     describe,
+    numbers,
     run_kernel,
     sizes,
 )
-from labsupport.attention.kernels.config import Geometry, positive_scale
+from labsupport.attention.kernels.config import can_be_described
 from labsupport.attention.kernels.forward_gluon import descriptor
 
 ROWS = gl.constexpr(64)  # keys of a consumer: what one tensor-core instruction takes
@@ -357,8 +358,8 @@ def _round(X, Y, scale, count, BLOCK: tl.constexpr):
 
 
 def launch(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
-    dq: Tensor, dk: Tensor, dv: Tensor, geometry: Geometry, **config: int,
+    call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor, **config: int,
 ) -> None:  # fmt: skip
     """Fill dq, dk and dv, as `backward.launch` does; all three are contiguous.
 
@@ -366,20 +367,22 @@ def launch(
     gradients of neighbouring sequences NaN, too, because a tile may reach into them.
 
     Args:
-        dout, q, k, v: within the limits of the backend `flash_gluon`; dout with any strides.
+        call: within the limits of the backend `flash_gluon`.
+        dout: with any strides.
         config: constants of the kernel to use instead of the tuned ones.
     """
-    packed = geometry.packed
-    q, scale = positive_scale(q, geometry.scale)
+    of_dq = call.scale  # the scores' scale may change its sign with q
+    call = call.with_positive_scale()
+    q, k, v, packed = call.q, call.k, call.v, call.packed
     if not can_be_described(dout):
         dout = dout.contiguous()
     # 16-byte steps from one row of numbers to the next.
     rows = lse.new_empty((2, *lse.shape[:-1], -(-lse.shape[-1] // 4) * 4))[..., : lse.shape[-1]]
     launch_preprocess(dout, out, lse, dlse, shift=rows[0], delta=rows[1])
     dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    full = geometry.left < 0 and geometry.right < 0
+    full = call.left < 0 and call.right < 0
     config = {"STAGES": 2, "ROTATE": int(full and q.shape[-3] >= 8192)} | config
-    block_q = 8192 // q.shape[-1]
+    block_q = 8192 // call.head_dim
     q4, k4, v4, dout4, dq4 = (x[None] if packed else x for x in (q, k, v, dout, dq32))
     rows4 = rows[:, None] if packed else rows
     tensors = {
@@ -388,20 +391,20 @@ def launch(
         "K": describe(k4, 64, make=descriptor), "V": describe(v4, 64, make=descriptor),
         "Rows": describe(rows4, 1, block_q, make=descriptor, plain=True),
         "dQ": describe(dq4, 64, 64, make=descriptor), "dK": dk, "dV": dv,
-        "cu_q": geometry.cu_seqlens_q if packed else lse,
-        "cu_k": geometry.cu_seqlens_k if packed else lse,
+        "cu_q": call.cu_seqlens_q if packed else lse,
+        "cu_k": call.cu_seqlens_k if packed else lse,
     }  # fmt: skip
 
     def rest() -> tuple[int, Arguments]:
-        blocks, programs = blocks_of(k, geometry.max_seqlen_k, KEYS.value, geometry)
+        blocks, programs = blocks_of(k, call.max_seqlen_k, KEYS.value, call)
         return programs, {
-            "scale": scale * LOG2_E.value, **sizes(q4, k4, geometry), "blocks": blocks,
-            "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0, "PACKED": packed,
-            "D": q.shape[-1], "num_warps": 4, "maxnreg": 168, **config,
+            "scale": call.scale * LOG2_E.value, **sizes(call), "blocks": blocks,
+            "LEFT": call.left >= 0, "RIGHT": call.right >= 0, "PACKED": packed,
+            "D": call.head_dim, "num_warps": 4, "maxnreg": 168, **config,
         }  # fmt: skip
 
-    run_kernel(_gluon_bwd, tensors, (geometry.numbers, packed, *config.values()), rest)
+    run_kernel(_gluon_bwd, tensors, (numbers(call), packed, *config.values()), rest)
     count = dq.numel()
-    run_kernel(_round, {"X": dq32, "Y": dq}, (geometry.scale,), lambda: (
-        -(-count // 4096), {"scale": geometry.scale, "count": count, "BLOCK": 4096}
+    run_kernel(_round, {"X": dq32, "Y": dq}, (of_dq,), lambda: (
+        -(-count // 4096), {"scale": of_dq, "count": count, "BLOCK": 4096}
     ))  # fmt: skip

@@ -19,7 +19,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from labsupport.attention.kernels.config import Geometry, KernelConfig, padded
+from labsupport.attention.call import AttentionCall
+from labsupport.attention.kernels.config import KernelConfig, padded
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * log2(e)), and exp2 is one instruction
 
@@ -192,25 +193,39 @@ def row_strides(**rows: Tensor) -> dict[str, int]:
     return found
 
 
-def sizes(q: Tensor, k: Tensor, geometry: Geometry) -> dict[str, int]:
+def numbers(call: AttentionCall) -> tuple[float, ...]:
+    """Return everything but tensors that the launchers read of a call, for `run_kernel`'s key."""
+    return call.scale, call.left, call.right, call.max_seqlen_q, call.max_seqlen_k
+
+
+def sizes(call: AttentionCall) -> dict[str, int]:
     """Return the sizes and limits that every kernel takes."""
-    seqlen_q, seqlen_k = q.shape[-3], k.shape[-3]
+    seqlen_q, seqlen_k = call.q.shape[-3], call.k.shape[-3]
     # "No limit" is sometimes written as 2^31 - 1, and the kernels add to it in 32 bits.
-    left, right = (min(side, seqlen_q + seqlen_k) for side in (geometry.left, geometry.right))
+    left, right = (min(side, seqlen_q + seqlen_k) for side in (call.left, call.right))
     return {
-        "heads": q.shape[-2], "group": q.shape[-2] // k.shape[-2], "seqlen_q": seqlen_q,
+        "heads": call.heads, "group": call.heads // call.kv_heads, "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k, "left": left, "right": right,
     }  # fmt: skip
 
 
-def others(q: Tensor, geometry: Geometry, config: KernelConfig) -> Arguments:
+def others(call: AttentionCall, config: KernelConfig) -> Arguments:
     """Return the stride of ALiBi's slopes, and the constants of a kernel."""
-    slopes = geometry.slopes
+    slopes = call.alibi_slopes
     return {
-        "stride_slope": slopes.stride(0) if slopes is not None and slopes.ndim == 2 else 0,
-        "ALIBI": slopes is not None, "HEAD_DIM": q.shape[-1], "D": padded(q.shape[-1]),
-        "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0, "PACKED": geometry.packed,
+        "stride_slope": call.heads if slopes is not None and slopes.ndim == 2 else 0,
+        "ALIBI": slopes is not None, "HEAD_DIM": call.head_dim, "D": padded(call.head_dim),
+        "LEFT": call.left >= 0, "RIGHT": call.right >= 0, "PACKED": call.packed,
         "PRECISION": "ieee", **constants(config),
+    }  # fmt: skip
+
+
+def rest_of_call(call: AttentionCall) -> dict[str, Tensor | None]:
+    """Return the tensors that every plain kernel takes; slopes are read as contiguous float32."""
+    slopes = call.alibi_slopes
+    return {
+        "slopes": None if slopes is None else slopes.to(torch.float32).contiguous(),
+        "cu_q": call.cu_seqlens_q, "cu_k": call.cu_seqlens_k,
     }  # fmt: skip
 
 
@@ -222,12 +237,12 @@ def constants(config: KernelConfig) -> Arguments:
     }  # fmt: skip
 
 
-def blocks_of(x: Tensor, longest: int, block: int, geometry: Geometry) -> tuple[int, int]:
+def blocks_of(x: Tensor, longest: int, block: int, call: AttentionCall) -> tuple[int, int]:
     """Return the blocks of the longest sequence of x, and of all heads and sequences together.
 
     `longest` is that of packed sequences.
     """
-    packed = geometry.cu_seqlens_q
+    packed = call.cu_seqlens_q
     count, longest = (len(x), x.shape[1]) if packed is None else (len(packed) - 1, longest)
     blocks = -(-longest // block)
     return blocks, blocks * count * x.shape[-2]
@@ -261,6 +276,7 @@ def describe(
         if len(_described) >= 4096:
             _described.clear()
         _described[key] = known
+    # Neither the constructor nor copy.copy: they take 2 and 3 us, and a call describes up to 15.
     described = object.__new__(type(known))
-    described.__dict__.update(known.__dict__, base=x)
+    vars(described).update(vars(known), base=x)
     return described

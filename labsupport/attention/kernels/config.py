@@ -1,4 +1,4 @@
-"""Block sizes, warps, pipeline stages and splits: small tables, and why.
+"""Block sizes, warps, pipeline stages and splits: small tables, and why; what the TMA unit takes.
 
     BLOCK_Q, BLOCK_K   rows and columns of a tile. Larger tiles read K and V less often, and need
                        more registers: the output block alone is BLOCK_Q x D float32 numbers.
@@ -15,52 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from labsupport.attention.kernels.mode import interpreted as is_interpreted
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """All arguments of a kernel's call except q, k and v.
-
-    Attributes:
-        scale: factor on the scores.
-        left, right: the window; -1 means no limit. A causal mask is right = 0.
-        slopes: ALiBi's, (heads,) or (batch, heads).
-        cu_seqlens_q, cu_seqlens_k: int32 offsets of packed sequences, both or none.
-        max_seqlen_q, max_seqlen_k: the longest packed sequence; ignored otherwise.
-        gluon: take the Gluon kernels.
-    """
-
-    scale: float
-    left: int = -1
-    right: int = -1
-    slopes: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    gluon: bool = False
-
-    @property
-    def packed(self) -> bool:
-        """True when sequences lie one after the other, without a batch dimension."""
-        return self.cu_seqlens_q is not None
-
-    def with_plain_slopes(self) -> Geometry:
-        """The same with slopes as the kernels read them: float32, contiguous."""
-        if self.slopes is None:
-            return self
-        return replace(self, slopes=self.slopes.to(torch.float32).contiguous())
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """Everything but the tensors."""
-        return self.scale, self.left, self.right, self.max_seqlen_q, self.max_seqlen_k
 
 
 @dataclass(frozen=True)
@@ -208,9 +169,13 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q and the scale, with a negative sign moved to q, and 0 made a very small number.
+def can_be_described(x: Tensor) -> bool:
+    """Return whether the TMA unit takes x: contiguous rows, and 16-byte steps between them."""
+    return x.data_ptr() % 16 == 0 and _strides_fit(x.shape, x.stride(), x.itemsize)
 
-    The forward kernels multiply after they have looked for the maximum, and hide with -inf before.
-    """
-    return (q, scale) if scale > 0 else (-q, max(-scale, 1e-30))
+
+@lru_cache(4096)
+def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    steps = [step for size, step in zip(shape[:-1], strides, strict=False) if size > 1]
+    aligned = all(step > 0 and step * itemsize % 16 == 0 for step in steps)
+    return aligned and strides[-1] == 1 and 0 not in shape

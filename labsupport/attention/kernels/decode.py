@@ -16,13 +16,12 @@ Source: Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference
 https://pytorch.org/blog/flash-decoding/.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from labsupport.attention.call import AttentionCall, BackendUnavailableError
 from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.inputs import (
     AttentionInputError,
@@ -43,9 +42,8 @@ from labsupport.attention.kernels.common import (
     tile_ranges,
     wait_for_inputs,
 )
-from labsupport.attention.kernels.config import choose_splits, decode_tiling, padded, positive_scale
+from labsupport.attention.kernels.config import choose_splits, decode_tiling, padded
 from labsupport.attention.kernels.forward import _attn_fwd_inner, epilogue
-from labsupport.attention.registry import BackendUnavailableError
 
 MERGED_AT_ONCE = 16
 
@@ -223,8 +221,8 @@ def decode(
             parts = q.new_empty((num_splits, *q.shape), dtype=torch.float32)
             part_lses = lse.new_empty((num_splits, *lse.shape))
         lengths = None if cache_seqlens is None else cache_seqlens.to(torch.int32).contiguous()
-        scale = 1 / math.sqrt(head_dim) if softmax_scale is None else float(softmax_scale)
-        q, scale = positive_scale(q, scale)
+        call = AttentionCall(q, k_cache, v_cache, softmax_scale=softmax_scale).with_positive_scale()
+        q, scale = call.q, float(call.scale)
         slopes = None if alibi_slopes is None else alibi_slopes.to(torch.float32).contiguous()
         shared = {
             "stride_ls": part_lses.stride(0), **row_strides(l=part_lses[0]), "seqlen_q": seqlen_q,

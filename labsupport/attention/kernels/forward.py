@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.kernels.common import (
     LOG2_E,
     SIZES,
@@ -25,7 +26,9 @@ from labsupport.attention.kernels.common import (
     apply_mask,
     blocks_of,
     load_rows,
+    numbers,
     others,
+    rest_of_call,
     row_strides,
     run_kernel,
     sequence,
@@ -34,7 +37,7 @@ from labsupport.attention.kernels.common import (
     strides,
     tile_ranges,
 )
-from labsupport.attention.kernels.config import Geometry, tiling
+from labsupport.attention.kernels.config import tiling
 
 
 @triton.jit
@@ -139,21 +142,17 @@ def _attn_fwd(
         tl.store(LSE + r, lse, mask=i < seqlen_q)
 
 
-def launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, geometry: Geometry, scale: float
-) -> None:
+def launch(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     """Fill out and lse; shapes and strides as in `autograd.forward`, scale > 0."""
-    config = tiling("forward", q.shape[-1], q.dtype)
+    q, k, v = call.q, call.k, call.v
+    config = tiling("forward", call.head_dim, q.dtype)
 
     def rest() -> tuple[int, Arguments]:
-        blocks, programs = blocks_of(q, geometry.max_seqlen_q, config.block_q, geometry)
+        blocks, programs = blocks_of(q, call.max_seqlen_q, config.block_q, call)
         return programs, {
-            "scale": scale, "blocks": blocks, **strides(q=q, k=k, v=v, o=out), **row_strides(l=lse),
-            **sizes(q, k, geometry), **others(q, geometry, config),
+            "scale": call.scale, "blocks": blocks, **strides(q=q, k=k, v=v, o=out),
+            **row_strides(l=lse), **sizes(call), **others(call, config),
         }  # fmt: skip
 
-    tensors = {
-        "Q": q, "K": k, "V": v, "O": out, "LSE": lse, "slopes": geometry.slopes,
-        "cu_q": geometry.cu_seqlens_q, "cu_k": geometry.cu_seqlens_k,
-    }  # fmt: skip
-    run_kernel(_attn_fwd, tensors, (config, scale, geometry.numbers), rest)
+    tensors = {"Q": q, "K": k, "V": v, "O": out, "LSE": lse, **rest_of_call(call)}
+    run_kernel(_attn_fwd, tensors, (config, numbers(call)), rest)

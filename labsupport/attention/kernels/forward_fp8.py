@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.kernels.common import (
     LOG2_E,
     SIZES,
@@ -35,13 +36,14 @@ from labsupport.attention.kernels.common import (
     constants,
     describe,
     load_rows,
+    numbers,
     row_strides,
     run_kernel,
     sizes,
     strides,
     tile_ranges,
 )
-from labsupport.attention.kernels.config import Geometry, tiling
+from labsupport.attention.kernels.config import tiling
 from labsupport.attention.kernels.forward import epilogue
 
 LARGEST = tl.constexpr(448.0)  # of e4m3
@@ -193,25 +195,22 @@ def round_inputs(q: Tensor, k: Tensor, v: Tensor, rotation: Tensor | None) -> li
     return [q8, k8, v8, q_scale, k_scale, v_scale]
 
 
-def launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, geometry: Geometry, scale: float,
-    rotation: Tensor | None,
-) -> None:  # fmt: skip
+def launch(call: AttentionCall, out: Tensor, lse: Tensor, rotation: Tensor | None) -> None:
     """Fill out and lse, as `forward.launch` does, after rounding q, k and v."""
-    config = tiling("fp8", q.shape[3], q.dtype, hopper=True)
-    q8, k8, v8, q_scale, k_scale, v_scale = round_inputs(q, k, v, rotation)
+    config = tiling("fp8", call.head_dim, call.q.dtype, hopper=True)
+    q8, k8, v8, q_scale, k_scale, v_scale = round_inputs(call.q, call.k, call.v, rotation)
     tensors = {
         "Q": describe(q8, config.block_q), "O": describe(out, config.block_q),
         "K": describe(k8, config.block_k),
-        "V": describe(v8.permute(0, 2, 3, 1), q.shape[3], config.block_k, plain=True),
+        "V": describe(v8.permute(0, 2, 3, 1), call.head_dim, config.block_k, plain=True),
         "LSE": lse, "Q_scale": q_scale, "K_scale": k_scale, "V_scale": v_scale,
     }  # fmt: skip
 
     def rest() -> tuple[int, Arguments]:
         return q_scale.numel(), {
-            "scale": scale, "blocks": q_scale.shape[2], "k_blocks": k_scale.shape[2],
-            "D": q.shape[3], "RIGHT": geometry.right >= 0, **row_strides(l=lse),
-            **sizes(q, k, geometry), **constants(config),
+            "scale": call.scale, "blocks": q_scale.shape[2], "k_blocks": k_scale.shape[2],
+            "D": call.head_dim, "RIGHT": call.right >= 0, **row_strides(l=lse),
+            **sizes(call), **constants(config),
         }  # fmt: skip
 
-    run_kernel(_fp8_fwd, tensors, (config, scale, geometry.numbers), rest)
+    run_kernel(_fp8_fwd, tensors, (config, numbers(call)), rest)

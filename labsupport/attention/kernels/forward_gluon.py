@@ -64,15 +64,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.kernels.common import (
     LOG2_E,
     SIZES,
     Arguments,
     describe,
+    numbers,
     run_kernel,
     sizes,
 )
-from labsupport.attention.kernels.config import Geometry
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 MARKS = gl.constexpr(4)  # clock reads in a step
@@ -432,16 +433,7 @@ def _gluon_fwd(
 
 
 def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    geometry: Geometry,
-    scale: float,
-    *,
-    clock: Tensor | None = None,
-    **config: int,
+    call: AttentionCall, out: Tensor, lse: Tensor, *, clock: Tensor | None = None, **config: int
 ) -> None:
     """Fill out and lse, as `forward.launch` does.
 
@@ -449,66 +441,53 @@ def launch(
     a tile may reach into its neighbour.
 
     Args:
-        q, k, v: as for `autograd.forward`, within the limits of the backend `flash_gluon`.
+        call: within the limits of the backend `flash_gluon`.
         clock: int64 (CONSUMERS, tiles, MARKS), filled with the clock of the first program's
             multiprocessor: see `_mark`.
         config: constants of the kernel to use instead of the tuned ones.
     """
-    limited = geometry.left >= 0 or geometry.right >= 0
-    config = tuned(q.shape[-1], k.shape[-3], limited=limited) | config
+    q, k, v = call.q, call.k, call.v
+    limited = call.left >= 0 or call.right >= 0
+    config = tuned(call.head_dim, k.shape[-3], limited=limited) | config
     if k.numel() == 0:
         out.zero_(), lse.fill_(-torch.inf)
         return
-    packed = geometry.packed
-    q4, k4, v4 = (x[None] if packed else x for x in (q, k, v))
+    q4, k4, v4 = (x[None] if call.packed else x for x in (q, k, v))
     tensors = {
         "Q": describe(q4, ROWS.value, make=descriptor),
         "K": describe(k4, config["BLOCK_K"], make=descriptor),
         "V": describe(v4, config["BLOCK_K"], make=descriptor), "O": out, "L": lse,
-        "cu_q": geometry.cu_seqlens_q if packed else lse,
-        "cu_k": geometry.cu_seqlens_k if packed else lse, "Clock": lse if clock is None else clock,
+        "cu_q": call.cu_seqlens_q if call.packed else lse,
+        "cu_k": call.cu_seqlens_k if call.packed else lse, "Clock": lse if clock is None else clock,
     }  # fmt: skip
 
     def rest() -> tuple[int, Arguments]:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        return programs_and_arguments(
-            q4,
-            k4,
-            geometry,
-            scale,
-            config,
-            processors,
-            marks=0 if clock is None else clock.shape[1],
-        )
+        marks = 0 if clock is None else clock.shape[1]
+        return programs_and_arguments(call, config, processors, marks)
 
-    key = scale, geometry.numbers, packed, clock is not None, *config.values()
+    key = numbers(call), call.packed, clock is not None, *config.values()
     run_kernel(_gluon_fwd, tensors, key, rest)
 
 
 def programs_and_arguments(
-    q: Tensor,
-    k: Tensor,
-    geometry: Geometry,
-    scale: float,
-    config: dict[str, int],
-    processors: int,
-    marks: int = 0,
+    call: AttentionCall, config: dict[str, int], processors: int, marks: int = 0
 ) -> tuple[int, Arguments]:
     """Return the number of programs and the kernel's arguments after the tensors."""
-    sequences, longest = len(q), q.shape[1]
-    if geometry.cu_seqlens_q is not None:
-        sequences, longest = len(geometry.cu_seqlens_q) - 1, geometry.max_seqlen_q or q.shape[1]
+    sequences, longest = len(call.q), call.q.shape[1]
+    if call.cu_seqlens_q is not None:
+        sequences, longest = len(call.cu_seqlens_q) - 1, call.max_seqlen_q or len(call.q)
     blocks = -(-longest // (ROWS.value * config["CONSUMERS"]))
-    of_all = blocks * q.shape[2] * sequences
-    pairs = 2 if geometry.right >= 0 and of_all > processors else 1
-    units = -(-blocks // pairs) * q.shape[2] * sequences
+    of_all = blocks * call.heads * sequences
+    pairs = 2 if call.right >= 0 and of_all > processors else 1
+    units = -(-blocks // pairs) * call.heads * sequences
     # Two, three or four groups of four warps, the producer's included, share 65,536 registers.
     registers = {1: 240, 2: 168, 3: 128}[config["CONSUMERS"]]
     return min(units, processors), {
-        "scale": scale * LOG2_E.value, **sizes(q, k, geometry), "blocks": blocks, "units": units,
-        "marks": marks, "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0,
-        "PACKED": geometry.packed, "PAIRS": pairs, "D": q.shape[3], "num_warps": 4,
-        "TRACE": marks > 0, "maxnreg": registers, **config,
+        "scale": call.scale * LOG2_E.value, **sizes(call), "blocks": blocks, "units": units,
+        "marks": marks, "LEFT": call.left >= 0, "RIGHT": call.right >= 0, "PACKED": call.packed,
+        "PAIRS": pairs, "D": call.head_dim, "num_warps": 4, "TRACE": marks > 0,
+        "maxnreg": registers, **config,
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.kernels.backward import add_to_dkdv, add_to_dq, launch_preprocess
 from labsupport.attention.kernels.common import (
     LOG2_E,
@@ -27,12 +28,13 @@ from labsupport.attention.kernels.common import (
     blocks_of,
     constants,
     describe,
+    numbers,
     row_strides,
     run_kernel,
     sizes,
     tile_ranges,
 )
-from labsupport.attention.kernels.config import Geometry, KernelConfig, tiling
+from labsupport.attention.kernels.config import KernelConfig, tiling
 from labsupport.attention.kernels.forward import epilogue, softmax_update
 
 
@@ -192,20 +194,20 @@ def _hopper_dq(
     dQ.store([batch, head, first, 0], (dq * scale).to(dQ.dtype).reshape(1, 1, BLOCK_Q, D))
 
 
-def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, geometry: Geometry, scale: float
-) -> None:
+def launch_forward(call: AttentionCall, out: Tensor, lse: Tensor) -> None:
     """Fill out and lse, as `forward.launch` does."""
-    config = tiling("forward", q.shape[3], q.dtype, hopper=True, keys=k.shape[1])
+    q, k, v = call.q, call.k, call.v
+    config = tiling("forward", call.head_dim, q.dtype, hopper=True, keys=k.shape[1])
     tensors = {**_describe(config, {"Q": q, "O": out}, {"K": k, "V": v}), "LSE": lse}
-    _run(_hopper_fwd, tensors, q, k, geometry, config, (q, config.block_q), scale, lse)
+    _run(_hopper_fwd, tensors, call, config, (q, config.block_q), lse)
 
 
 def launch_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
-    dq: Tensor, dk: Tensor, dv: Tensor, geometry: Geometry,
+    call: AttentionCall, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Fill dq, dk and dv, as `backward.launch` does."""
+    q, k, v = call.q, call.k, call.v
     batch, seqlen, heads, head_dim = q.shape
     # 16-byte steps from one row of numbers to the next.
     rows = lse.new_empty((2, batch, heads, -(-seqlen // 4) * 4))[..., :seqlen]
@@ -217,7 +219,7 @@ def launch_backward(
         of_queries, of_keys = outputs
         tensors = _describe(config, {"Q": q, "dO": dout, **of_queries}, {"K": k, "V": v, **of_keys})
         tensors["Rows"] = describe(rows, 1, config.block_q, plain=True)
-        _run(kernel, tensors, q, k, geometry, config, cut, geometry.scale)
+        _run(kernel, tensors, call, config, cut)
 
     keys = tiling("keys", head_dim, q.dtype, hopper=True)
     run(_hopper_dkdv, keys, (k, keys.block_k), {}, {"dK": dk, "dV": dv})
@@ -226,18 +228,18 @@ def launch_backward(
 
 
 def _run(
-    kernel: Any, tensors: dict[str, Any], q: Tensor, k: Tensor, geometry: Geometry,
-    config: KernelConfig, cut: tuple[Tensor, int], scale: float, lse: Tensor | None = None,
+    kernel: Any, tensors: dict[str, Any], call: AttentionCall, config: KernelConfig,
+    cut: tuple[Tensor, int], lse: Tensor | None = None,
 ) -> None:  # fmt: skip
     def rest() -> tuple[int, Arguments]:
-        blocks, programs = blocks_of(cut[0], 0, cut[1], geometry)
+        blocks, programs = blocks_of(cut[0], 0, cut[1], call)
         more = {} if lse is None else row_strides(l=lse)
         return programs, {
-            "scale": scale, "blocks": blocks, "D": q.shape[3], "LEFT": geometry.left >= 0,
-            "RIGHT": geometry.right >= 0, **more, **sizes(q, k, geometry), **constants(config),
+            "scale": call.scale, "blocks": blocks, "D": call.head_dim, "LEFT": call.left >= 0,
+            "RIGHT": call.right >= 0, **more, **sizes(call), **constants(config),
         }  # fmt: skip
 
-    run_kernel(kernel, tensors, (config, scale, geometry.numbers), rest)
+    run_kernel(kernel, tensors, (config, numbers(call)), rest)
 
 
 def _describe(

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from labsupport.attention.call import AttentionCall
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_model_layout,
     check_window,
 )
-from labsupport.attention.registry import AttentionCall
 from labsupport.distributed.process_group import all_gather_object
 from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
 from labsupport.distributed.ring.kernels import choose

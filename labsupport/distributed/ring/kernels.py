@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labsupport.attention.adapters import run_fa4
+from labsupport.attention.call import AttentionCall, BackendUnavailableError
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
 from labsupport.attention.implementations import by_name
 from labsupport.attention.inputs import AttentionInputError
-from labsupport.attention.kernels.config import Geometry
-from labsupport.attention.registry import AttentionCall, BackendUnavailableError
+from labsupport.attention.kernels.autograd import Kernels, backward, forward
 
 CAUSAL = (-1, 0)
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -191,22 +191,18 @@ def _torch_backward(
 
 
 def _triton_forward(
-    q: Tensor, k: Tensor, v: Tensor, options: BlockOptions, gluon: bool = False
+    q: Tensor, k: Tensor, v: Tensor, options: BlockOptions, kernels: Kernels | None = None
 ) -> tuple[Tensor, Tensor]:
-    from labsupport.attention.kernels.autograd import forward
-
-    geometry = Geometry(options.scale, *options.window, gluon=gluon)
-    return forward(q, k, v, geometry, float32_out=True)
+    call = AttentionCall(q, k, v, softmax_scale=options.scale, window_size=options.window)
+    return forward(call, kernels, float32_out=True)
 
 
 def _triton_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: BlockOptions,
-    gluon: bool = False,
+    kernels: Kernels | None = None,
 ) -> Gradients:  # fmt: skip
-    from labsupport.attention.kernels.autograd import backward
-
-    geometry = Geometry(options.scale, *options.window, gluon=gluon)
-    return backward(dout, q, k, v, out, lse, geometry)
+    call = AttentionCall(q, k, v, softmax_scale=options.scale, window_size=options.window)
+    return backward(call, dout, out, lse, kernels)
 
 
 # --- flash-attn-4: its public forward, and the private backward that autograd calls ---------------
@@ -259,8 +255,8 @@ CUDNN = BlockKernel(
 NATIVE = BlockKernel("native", "sdpa_flash", _native_forward, _native_backward, windows=False)
 FLASH_TRITON = BlockKernel("flash_triton", "flash_triton", _triton_forward, _triton_backward)
 FLASH_GLUON = BlockKernel(
-    "flash_gluon", "flash_gluon", partial(_triton_forward, gluon=True),
-    partial(_triton_backward, gluon=True), in_auto=lambda device: False,
+    "flash_gluon", "flash_gluon", partial(_triton_forward, kernels="gluon"),
+    partial(_triton_backward, kernels="gluon"), in_auto=lambda device: False,
 )  # fmt: skip
 FLASH_TORCH = BlockKernel(
     "flash_torch", "flash_torch", _torch_forward, _torch_backward, in_auto=lambda device: True

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labsupport.attention.registry import BackendUnavailableError
+from labsupport.attention.call import BackendUnavailableError
 from labsupport.distributed.process_group import all_gather_object
 from labsupport.distributed.ring.plan import Message
 
