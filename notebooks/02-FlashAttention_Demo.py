@@ -1144,10 +1144,9 @@ print(decode.round({"ms a step": 2, "tokens/s": 0, "bound, tokens/s": 0}).to_str
 # All loops compute the same. The difference between 110 and 4,600 tokens a second is everything *around* the
 # arithmetic: an ordinary loop launches several hundred kernels for each token from Python, one after the other.
 # `graphed` (`labsupport/models/generation/cuda_graph.py`) replays one CUDA graph for each token, the choice of the
-# token included. The graph holds the lab's own kernels, at most six for each layer
-# (`labsupport/attention/kernels/linear.py` and `decode.py`). Transformers' own compiled step, with its static cache,
-# writes 600. The memory would allow 4.0 times as many as `graphed` writes. For 64 requests together it writes 94,000
-# tokens a second.
+# token included. The graph holds the lab's own kernels, at most six for each layer (`attention/kernels/decode.py` and
+# `models/generation/linear.py`). Transformers' own compiled step, with its static cache, writes 600. The memory would
+# allow 4.0 times as many as `graphed` writes. For 64 requests together it writes 94,000 tokens a second.
 #
 # Finally, training GPT-2 medium on an H200, 8,192 tokens a step, in sequences of growing length:
 

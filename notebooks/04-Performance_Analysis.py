@@ -849,7 +849,7 @@ except ImportError:  # Triton exists for Linux: elsewhere read on, the check cel
     triton = SimpleNamespace(jit=lambda function: function)
     tl = SimpleNamespace(constexpr=int)
 from labsupport.attention.kernels import mode
-from labsupport.attention.kernels.guard import check_guard, guarded_zeros
+from labsupport.checks.guard import check_guard, guarded_zeros
 
 can_run = mode.missing() is None
 

@@ -28,9 +28,15 @@ LEAVES = {"paths", "interrupt", "plotting"}
 # Files in labsupport/commands that are no command.
 COMMAND_HELPERS = {"train_options", "train_parallel"}
 OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
-# Kernels are defined when their file is imported. So Triton's doors are a folder and a file, and
+# Kernels are defined when their file is imported. So Triton's doors are a folder and two files, and
 # others import kernel files inside of functions only.
-DOORS = {"triton": ("labsupport/attention/kernels/", "labsupport/distributed/ring/merge_kernel.py")}
+DOORS = {
+    "triton": (
+        "labsupport/attention/kernels/",
+        "labsupport/models/generation/linear.py",
+        "labsupport/distributed/ring/merge_kernel.py",
+    )
+}
 
 
 @cache

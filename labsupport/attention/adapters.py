@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.flash_torch import FlashAttentionFunction, flash_attention_forward
+from labsupport.attention.inputs import check_kernel_inputs
 from labsupport.attention.kernels import autograd, mode
 from labsupport.attention.kernels.config import can_be_described
 from labsupport.attention.masks import AttentionMask, alibi_bias
@@ -81,15 +82,16 @@ def _from_math_layout(out: Tensor, lse: Tensor | None) -> Result:
 
 def triton_kernel(call: AttentionCall) -> Kernel:
     """Choose among the lab's Triton kernels."""
-    return _own_kernel(autograd.choose(call))
+    return _own_kernel(call, autograd.choose(call))
 
 
 def gluon_kernel(call: AttentionCall) -> Kernel:
     """Return the lab's Gluon kernels."""
-    return _own_kernel("gluon")
+    return _own_kernel(call, "gluon")
 
 
-def _own_kernel(kernels: autograd.Kernels) -> Kernel:
+def _own_kernel(call: AttentionCall, kernels: autograd.Kernels) -> Kernel:
+    check_kernel_inputs(call.q, call.k, call.v)  # benchmarks call without a look at the limits
     name = f"labsupport.attention.kernels.{autograd.NAMES[kernels]}"
     interpreted = ", interpreted" if mode.interpreted() else ""
     return Kernel(name + interpreted, partial(autograd.run, kernels=kernels))

@@ -158,7 +158,7 @@ class AttentionCall:
 
     def for_kernels(self) -> AttentionCall:
         """Give a packed call int32 offsets on q's device and the longest lengths; others stay."""
-        found = {}
+        found: dict[str, Any] = {}
         for letter, offsets in (("q", self.cu_seqlens_q), ("k", self.cu_seqlens_k)):
             if offsets is not None:
                 found[f"max_seqlen_{letter}"] = int(offsets.diff().max())

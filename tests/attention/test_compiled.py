@@ -30,8 +30,9 @@ from labsupport.attention.kernels.common import run_kernel
 from labsupport.attention.kernels.config import decode_tiling
 from labsupport.attention.kernels.decode import MERGED_AT_ONCE, _decode_merge, _decode_split
 from labsupport.attention.kernels import backward as plain_backward
-from labsupport.attention.kernels import backward_gluon, forward_fp8, forward_gluon, linear
+from labsupport.attention.kernels import backward_gluon, forward_fp8, forward_gluon
 from labsupport.attention.kernels.template import softmax_update, with_update_kernel
+from labsupport.models.generation import linear
 
 found = {"template": [], "decode": [], "gluon": {}, "backward": [], "fp8": [], "linear": {}}
 found["launches"] = []

@@ -23,7 +23,7 @@ FLASH = (
 IMPORTS = """
 import math, torch, triton
 import triton.language as tl
-from labsupport.attention.kernels.guard import check_guard, guarded_zeros
+from labsupport.checks.guard import check_guard, guarded_zeros
 
 """
 STEPS = ("add", "softmax", "kernel", "flash")

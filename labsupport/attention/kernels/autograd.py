@@ -264,8 +264,9 @@ class TritonFlashAttentionFunction(torch.autograd.Function):
         """Run the forward kernel, and save what the backward recomputes P from."""
         check_math_layout(q, k, v)
         check_kernel_inputs(q, k, v)
-        inputs = map(_as_one_head, (q, k, v))
-        call = AttentionCall(*inputs, is_causal, softmax_scale, window_size)
+        call = AttentionCall(
+            _as_one_head(q), _as_one_head(k), _as_one_head(v), is_causal, softmax_scale, window_size
+        )
         out, lse = _forward(ctx, call, choose(call))
         out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
         ctx.save_for_backward(q, k, v, out, lse)

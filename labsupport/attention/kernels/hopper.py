@@ -4,7 +4,7 @@ A multiprocessor of compute capability 9.0 has an engine that copies whole tiles
 shared memory: the Tensor Memory Accelerator. One thread names a tile by its coordinates in a
 *descriptor* of the tensor (base, shape, strides, tile); the engine computes addresses, and fills
 what lies beyond the tensor with zeros. The descriptors cover (batch, heads, seqlen, head_dim);
-`autograd.hopper_takes` says what is left to the plain kernels.
+`autograd.choose` says what is left to the plain kernels.
 
 In the backward, zeros beyond the end add nothing: dO = 0, and dS = P * (0 - 0). So only limits of
 the mask need masked tiles, and for dQ the end of the keys. Rows holds Shift and Delta.

@@ -86,7 +86,7 @@ class LlamaStep:
     def __call__(self) -> Tensor:
         """Take the newest tokens into the cache, and return the logits (batch, vocabulary)."""
         from labsupport.attention.kernels.decode import decode  # both define kernels
-        from labsupport.attention.kernels.linear import embed, linear, qkv
+        from labsupport.models.generation.linear import embed, linear, qkv
 
         x, eps = self.x, self.eps
         embed(self.token, self.embedding, x, self.seqlens, self.prompts, self.output)

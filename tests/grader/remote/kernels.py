@@ -34,7 +34,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from labsupport.attention import attention, flash_attention
-from labsupport.attention.kernels.guard import check_guard, guarded_zeros
+from labsupport.checks.guard import check_guard, guarded_zeros
 from labsupport.distributed.by_hand import gradients_on_rank, layer_on_rank, rehearse
 from labsupport.precision import FlashAttentionConfig
 """
