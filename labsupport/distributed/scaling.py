@@ -22,13 +22,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
 from labsupport.distributed.ring.plan import Plan
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Layout = Literal["contiguous", "zigzag"]
 Direction = Literal["forward", "backward", "forward+backward"]
@@ -266,35 +263,3 @@ def predict_fsdp(
     total = forward + backward + update
     exposed = total - step_ms
     return StepPrediction(total, 2 * gather + reduce + 3 * moved, exposed, step_ms / total)
-
-
-# --- beside a recorded run ------------------------------------------------------------------------
-
-
-def check_against(table: pd.DataFrame, *, memory_gb_s: float | None = None) -> pd.DataFrame:
-    """Compare predictions with a recorded ring's times.
-
-    Args:
-        table: of `ring_programs.measure_ring`, on devices with NVLink.
-        memory_gb_s: of the devices on which it was measured.
-
-    Returns:
-        One row for each measured ring of more than one rank (without PyTorch's context parallelism,
-        which is no ring): its description, median_ms, predicted_ms, ratio (measured over
-        predicted), efficiency, predicted_efficiency.
-    """
-    ok = table[(table.status == "ok") & (table.world > 1) & table.single_ms.notna()]
-    ok = ok[~ok.implementation.str.startswith("context_parallel")]
-    names = ["heads", "kv_heads", "head_dim", "dtype", "layout", "direction", "single_ms"]
-    guesses = []
-    for row in ok.to_dict("records"):
-        call: dict[str, Any] = {name: row[name] for name in names} | {"memory_gb_s": memory_gb_s}
-        guesses.append(predict_ring(row["world"], row["seqlen_per_rank"], **call))
-    predicted_ms = [guess.total_ms for guess in guesses]
-    what = ["layout", "implementation", "world", "seqlen_per_rank", "kv_heads", "direction"]
-    return ok[[*what, "median_ms"]].assign(
-        predicted_ms=predicted_ms,
-        ratio=ok.median_ms / predicted_ms,
-        efficiency=ok.world * ok.single_ms / ok.median_ms,
-        predicted_efficiency=[guess.efficiency for guess in guesses],
-    )

@@ -1,6 +1,5 @@
 """Predictions of scaling: closed forms where there are some, and what real rings send."""
 
-import pandas as pd
 import pytest
 import torch
 
@@ -8,14 +7,11 @@ from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
 from labsupport.distributed.ring import last_ring_call, ring_attention
 from labsupport.distributed.scaling import (
     PRODUCTS,
-    check_against,
     hides_from,
     predict_ddp,
     predict_fsdp,
     predict_ring,
 )
-from labsupport.profiling.hardware import read_specs
-from labsupport.profiling.runs import load_run
 
 HEADS = {"heads": 8, "kv_heads": 2, "head_dim": 64}
 N = 1024
@@ -132,29 +128,6 @@ def test_under_fsdp_the_first_gather_and_the_last_reduction_are_exposed():
     assert slow.step_ms == pytest.approx((2 * 200 + 400) + 200 / 10 + 400 / 10)
     offloaded = predict_fsdp(10**9, 1, **call, cpu_offload=True, host_gb_s=1000, cpu_gb_s=50)
     assert offloaded.exposed_ms == pytest.approx(40 / 50 * 1000 + 2 * 4 / 10)
-
-
-# --- beside a run ---------------------------------------------------------------------------------
-
-
-def test_rings_that_were_measured_come_near_to_their_prediction():
-    """Four and two H200, and the memory's rate from data/hardware.csv."""
-    table = load_run("ring-four-h200")
-    (rate,) = (spec.bandwidth_gb_s for spec in read_specs() if spec.name == "H200")
-    # Neither are compared: what failed, and one device alone.
-    table = pd.concat([table, table.assign(status="failed"), table.assign(world=1)])
-    beside = check_against(table, memory_gb_s=rate)
-    # PyTorch's context parallelism gathers all keys: it is no ring.
-    assert set(beside.implementation) == {"cudnn", "native", "flash_gluon"}
-    assert len(beside) == 32
-    assert beside.ratio.between(0.94, 1.4).all()
-    assert beside.ratio.median() < 1.04
-    two = check_against(load_run("ring-two-h200"), memory_gb_s=rate)  # by copy engines, too
-    assert len(two) == 24
-    assert two.ratio.between(0.95, 1.1).all()
-    assert (beside.efficiency * beside.ratio).tolist() == pytest.approx(
-        beside.predicted_efficiency.tolist()
-    )
 
 
 def test_what_does_not_fit_or_exist_is_refused():
