@@ -3,38 +3,6 @@
 import pytest
 
 from labsupport import checks
-from labsupport.checks import ex_1_1_textbook_attention as textbook
-from labsupport.checks import ex_1_2_score_memory as score_memory
-from labsupport.checks import ex_1_3_online_softmax as softmax
-from labsupport.checks import ex_1_4_tiled_forward as tiled_forward
-from labsupport.checks import ex_1_5_backward as backward
-from labsupport.checks import ex_1_6_half_precision as dtypes
-from labsupport.checks import ex_1_7_fp8 as eight_bits
-from labsupport.checks import ex_1_8_lookahead as lookahead
-from labsupport.checks import ex_2_1_layout as layout
-from labsupport.checks import ex_2_2_own_attention as registered
-from labsupport.checks import ex_2_3_decoding_mask as decoding
-from labsupport.checks import ex_2_4_amdahl as amdahl
-from labsupport.checks import ex_2_6_cache as caching
-from labsupport.checks import ex_2_7_flex as flex
-from labsupport.checks import ex_2_8_nan_layer as nan_layer
-from labsupport.checks import ex_2_9_loss_scaling as loss_scaling
-from labsupport.checks import ex_3_1_rotary as rotary
-from labsupport.checks import ex_3_2_chunked_loss as chunked_loss
-from labsupport.checks import ex_3_3_kept_bytes as planning
-from labsupport.checks import ex_3_4_merge as merging
-from labsupport.checks import ex_3_5_zigzag as zigzag_order
-from labsupport.checks import ex_3_6_data_parallel as data_parallel
-from labsupport.checks import ex_3_7_ring_backward as ring_backward
-from labsupport.checks import ex_3_8_accumulation as accumulation
-from labsupport.checks import ex_3_9_long_positions as long_positions
-from labsupport.checks import ex_4_1_cost as intensity
-from labsupport.checks import ex_4_2_traffic as counting
-from labsupport.checks import ex_4_4_predict as fitting
-from labsupport.checks import ex_4_5_choose as choosing
-from labsupport.checks import ex_4_6_clock as clock_file
-from labsupport.checks import ex_4_7_two_tricks as two_tricks
-from labsupport.checks import ex_4_8_profile as profiles
 from tests.checks.solutions import diagnosis, each, function, solution_source
 
 TEXTBOOK = (
@@ -225,23 +193,23 @@ def sources(choice):
 
 
 def far_away(angles):
-    checks.check_rope_positions(angles, rotary.apply_rope)
+    checks.check_rope_positions(angles, checks.ex_3_1_rotary.apply_rope)
 
 
 def each_averaged(attach):
-    checks.check_average_each(data_parallel.rehearsed_hooks(attach))
+    checks.check_average_each(checks.ex_3_6_data_parallel.rehearsed_hooks(attach))
 
 
 def buckets_averaged(attach):
-    checks.check_average_in_buckets(data_parallel.rehearsed_buckets(attach))
+    checks.check_average_in_buckets(checks.ex_3_6_data_parallel.rehearsed_buckets(attach))
 
 
 def sharded(layer):
-    checks.check_sharded_layer(data_parallel.rehearsed_layer(layer))
+    checks.check_sharded_layer(checks.ex_3_6_data_parallel.rehearsed_layer(layer))
 
 
 def ring(backward):
-    checks.check_ring_backward(ring_backward.rehearsed_ring(backward))
+    checks.check_ring_backward(checks.ex_3_7_ring_backward.rehearsed_ring(backward))
 
 
 def accumulated(gradient):
@@ -249,93 +217,110 @@ def accumulated(gradient):
 
 
 def clock(median):
-    checks.check_clock(lambda *case: ("d", median(clock_file.VirtualGpu(*case[:3]), case[3])))
+    checks.check_clock(
+        lambda *case: ("d", median(checks.ex_4_6_clock.VirtualGpu(*case[:3]), case[3]))
+    )
+
+
+# An exercise's file, a reference in it, and a table of its mistakes; the checks that name them
+TABLES = {
+    ("ex_1_1_textbook_attention", "textbook_attention", "MISTAKES"): TEXTBOOK,
+    ("ex_1_2_score_memory", "score_bytes", "BYTE_MISTAKES"): checks.check_score_bytes,
+    ("ex_1_2_score_memory", "longest_that_fits", "LENGTH_MISTAKES"): checks.check_largest_length,
+    ("ex_1_3_online_softmax", "running_max_and_sum", "MISTAKES"): RUNNING,
+    ("ex_1_4_tiled_forward", "flash_forward", "MISTAKES"): FORWARD,
+    ("ex_1_5_backward", "flash_backward", "MISTAKES"): BACKWARD,
+    ("ex_1_5_backward", "score_gradient", "SCORE_MISTAKES"): checks.check_score_gradient,
+    ("ex_1_6_half_precision", "half_dtype", "DTYPE_MISTAKES"): DTYPES,
+    ("ex_1_7_fp8", "round_to_fp8", "FP8_MISTAKES"): FP8,
+    ("ex_1_7_fp8", "hadamard", "HADAMARD_MISTAKES"): checks.check_hadamard,
+    ("ex_1_7_fp8", "rotate", "ROTATE_MISTAKES"): checks.check_rotation,
+    ("ex_1_8_lookahead", "rows_that_leak", "ROW_MISTAKES"): checks.check_leaking_rows,
+    ("ex_1_8_lookahead", "leak_cause", "CAUSE_MISTAKES"): checks.check_leak_cause,
+    ("ex_1_8_lookahead", "recall", "RECALL_MISTAKES"): checks.check_recall,
+    ("ex_2_1_layout", "split_heads", "HEAD_MISTAKES"): checks.check_split_heads,
+    ("ex_2_1_layout", "to_flash_layout", "FLASH_MISTAKES"): checks.check_flash_layout,
+    ("ex_2_1_layout", "split_qkv", "QKV_MISTAKES"): checks.check_split_qkv,
+    ("ex_2_2_own_attention", "lab_attention", "MISTAKES"): checks.check_registered_values,
+    ("ex_2_3_decoding_mask", "visible", "MISTAKES"): VISIBLE,
+    ("ex_2_4_amdahl", "overall_speedup", "SPEEDUP_MISTAKES"): checks.check_amdahl,
+    ("ex_2_4_amdahl", "flop_share", "SHARE_MISTAKES"): checks.check_attention_share,
+    ("ex_2_6_cache", "replay", "REPLAY_MISTAKES"): CACHE,
+    ("ex_2_6_cache", "split_decode", "SPLIT_MISTAKES"): checks.check_split_decode,
+    ("ex_2_6_cache", "gather_pages", "PAGE_MISTAKES"): checks.check_gather_pages,
+    ("ex_2_6_cache", "quantise_keys", "QUANTISE_MISTAKES"): checks.check_quantise_keys,
+    ("ex_2_7_flex", "causal_mask", "CAUSAL_MISTAKES"): checks.check_causal_mask,
+    ("ex_2_7_flex", "window_mask", "WINDOW_MISTAKES"): checks.check_window_mask,
+    ("ex_2_7_flex", "document_mask", "DOCUMENT_MISTAKES"): checks.check_document_mask,
+    ("ex_2_7_flex", "soft_cap", "CAP_MISTAKES"): checks.check_soft_cap,
+    ("ex_2_7_flex", "alibi", "ALIBI_MISTAKES"): checks.check_alibi,
+    ("ex_2_7_flex", "tile_counts", "TILE_MISTAKES"): checks.check_tile_counts,
+    ("ex_2_8_nan_layer", "nan_cause", "CAUSE_MISTAKES"): checks.check_nan_cause,
+    ("ex_2_8_nan_layer", "careful_attention", "CAREFUL_MISTAKES"): checks.check_careful_attention,
+    ("ex_2_9_loss_scaling", "lost_share", "SHARE_MISTAKES"): checks.check_lost_share,
+    ("ex_2_9_loss_scaling", "largest_scale", "SCALE_MISTAKES"): checks.check_largest_scale,
+    ("ex_2_9_loss_scaling", "unscale", "UNSCALE_MISTAKES"): checks.check_unscale,
+    ("ex_2_9_loss_scaling", "unscale", "FINITE_MISTAKES"): checks.check_unscale,
+    ("ex_2_9_loss_scaling", "next_scale", "NEXT_MISTAKES"): checks.check_next_scale,
+    ("ex_2_9_loss_scaling", "master_step", "MASTER_MISTAKES"): checks.check_master_step,
+    ("ex_3_1_rotary", "rotary_angles", "ANGLE_MISTAKES"): (checks.check_rope_angles, far_away),
+    ("ex_3_1_rotary", "apply_rope", "TURN_MISTAKES"): checks.check_rope_values,
+    ("ex_3_1_rotary", "pairs_to_halves", "ROW_MISTAKES"): checks.check_rope_conventions,
+    ("ex_3_2_chunked_loss", "ChunkedLoss", "LOSS_MISTAKES"): checks.check_loss_values,
+    ("ex_3_2_chunked_loss", "ChunkedLoss", "GRADIENT_MISTAKES"): checks.check_loss_gradients,
+    ("ex_3_3_kept_bytes", "held_bytes", "MISTAKES"): BYTES,
+    ("ex_3_4_merge", "merge", "MERGE_MISTAKES"): MERGE,
+    ("ex_3_4_merge", "merge_all", "ALL_MISTAKES"): checks.check_merge_all,
+    ("ex_3_5_zigzag", "zigzag_chunks", "CHUNK_MISTAKES"): checks.check_zigzag_chunks,
+    ("ex_3_5_zigzag", "zigzag_positions", "POSITION_MISTAKES"): checks.check_zigzag_positions,
+    ("ex_3_5_zigzag", "unzigzag", "INVERSE_MISTAKES"): checks.check_unzigzag,
+    ("ex_3_6_data_parallel", "average_each", "HOOK_MISTAKES"): each_averaged,
+    ("ex_3_6_data_parallel", "make_buckets", "BUCKET_MISTAKES"): checks.check_buckets,
+    ("ex_3_6_data_parallel", "average_in_buckets", "OVERLAP_MISTAKES"): buckets_averaged,
+    ("ex_3_6_data_parallel", "ShardedLinear", "SHARD_MISTAKES"): sharded,
+    ("ex_3_7_ring_backward", "ring_backward", "MISTAKES"): ring,
+    ("ex_3_8_accumulation", "accumulated_gradient", "ACCUMULATION_MISTAKES"): accumulated,
+    ("ex_4_6_clock", "median_ms", "CLOCK_MISTAKES"): clock,
+    ("ex_3_9_long_positions", "interpolated", "INTERPOLATED_MISTAKES"): checks.check_interpolated,
+    ("ex_3_9_long_positions", "ntk_aware", "NTK_MISTAKES"): checks.check_ntk_aware,
+    ("ex_3_9_long_positions", "yarn", "RAMP_MISTAKES"): checks.check_yarn,
+    ("ex_3_9_long_positions", "yarn", "FACTOR_MISTAKES"): checks.check_yarn,
+    ("ex_4_1_cost", "attention_cost", "FLOP_MISTAKES"): checks.check_cost_flops,
+    ("ex_4_1_cost", "attention_cost", "BYTE_MISTAKES"): checks.check_cost_bytes,
+    ("ex_4_1_cost", "roof", "ROOF_MISTAKES"): checks.check_roof,
+    ("ex_4_2_traffic", "textbook_traffic", "TEXTBOOK_MISTAKES"): checks.check_textbook_traffic,
+    ("ex_4_2_traffic", "tiled_traffic", "TILED_MISTAKES"): checks.check_tiled_traffic,
+    ("ex_4_2_traffic", "tiled_traffic", "CAUSAL_MISTAKES"): checks.check_tiled_causal,
+    ("ex_4_4_predict", "fit_time", "FIT_MISTAKES"): checks.check_fit,
+    ("ex_4_4_predict", "predict_time", "PREDICT_MISTAKES"): checks.check_predict,
+    ("ex_4_4_predict", "held_out_error", "TEST_MISTAKES"): checks.check_held_out,
+    ("ex_4_5_choose", "choice", "LIMIT_MISTAKES"): limits,
+    ("ex_4_5_choose", "choice", "TIE_MISTAKES"): ties,
+    ("ex_4_5_choose", "choice", "SOURCE_MISTAKES"): sources,
+    ("ex_4_7_two_tricks", "exp2_by_bits", "BIT_MISTAKES"): checks.check_exp2_bits,
+    ("ex_4_7_two_tricks", "smallest_degree", "DEGREE_MISTAKES"): checks.check_smallest_degree,
+    ("ex_4_7_two_tricks", "lazy_update", "UPDATE_MISTAKES"): UPDATE,
+    ("ex_4_8_profile", "launch_gap", "GAP_MISTAKES"): checks.check_launch_gap,
+    ("ex_4_8_profile", "stall", "STALL_MISTAKES"): checks.check_stall,
+}
+# In a model, a wrong layout is named by its values.
+IN_MODELS = checks.ex_2_2_own_attention
 
 
 @each(
-    (TEXTBOOK, textbook.textbook_attention, textbook.MISTAKES),
-    (checks.check_score_bytes, score_memory.score_bytes, score_memory.BYTE_MISTAKES),
-    (checks.check_largest_length, score_memory.longest_that_fits, score_memory.LENGTH_MISTAKES),
-    (RUNNING, softmax.running_max_and_sum, softmax.MISTAKES),
-    (FORWARD, tiled_forward.flash_forward, tiled_forward.MISTAKES),
-    (BACKWARD, backward.flash_backward, backward.MISTAKES),
-    (checks.check_score_gradient, backward.score_gradient, backward.SCORE_MISTAKES),
-    (DTYPES, dtypes.half_dtype, dtypes.DTYPE_MISTAKES),
-    (FP8, eight_bits.round_to_fp8, eight_bits.FP8_MISTAKES),
-    (checks.check_hadamard, eight_bits.hadamard, eight_bits.HADAMARD_MISTAKES),
-    (checks.check_rotation, eight_bits.rotate, eight_bits.ROTATE_MISTAKES),
-    (checks.check_leaking_rows, lookahead.rows_that_leak, lookahead.ROW_MISTAKES),
-    (checks.check_leak_cause, lookahead.leak_cause, lookahead.CAUSE_MISTAKES),
-    (checks.check_recall, lookahead.recall, lookahead.RECALL_MISTAKES),
-    (checks.check_split_heads, layout.split_heads, layout.HEAD_MISTAKES),
-    (checks.check_flash_layout, layout.to_flash_layout, layout.FLASH_MISTAKES),
-    (checks.check_split_qkv, layout.split_qkv, layout.QKV_MISTAKES),
-    (checks.check_registered_values, registered.lab_attention, registered.MISTAKES),
-    (checks.check_registered_models, registered.lab_attention, registered.MISTAKES[2:]),
-    (VISIBLE, decoding.visible, decoding.MISTAKES),
-    (checks.check_amdahl, amdahl.overall_speedup, amdahl.SPEEDUP_MISTAKES),
-    (checks.check_attention_share, amdahl.flop_share, amdahl.SHARE_MISTAKES),
-    (CACHE, caching.replay, caching.REPLAY_MISTAKES),
-    (checks.check_split_decode, caching.split_decode, caching.SPLIT_MISTAKES),
-    (checks.check_gather_pages, caching.gather_pages, caching.PAGE_MISTAKES),
-    (checks.check_quantise_keys, caching.quantise_keys, caching.QUANTISE_MISTAKES),
-    (checks.check_causal_mask, flex.causal_mask, flex.CAUSAL_MISTAKES),
-    (checks.check_window_mask, flex.window_mask, flex.WINDOW_MISTAKES),
-    (checks.check_document_mask, flex.document_mask, flex.DOCUMENT_MISTAKES),
-    (checks.check_soft_cap, flex.soft_cap, flex.CAP_MISTAKES),
-    (checks.check_alibi, flex.alibi, flex.ALIBI_MISTAKES),
-    (checks.check_tile_counts, flex.tile_counts, flex.TILE_MISTAKES),
-    (checks.check_nan_cause, nan_layer.nan_cause, nan_layer.CAUSE_MISTAKES),
-    (checks.check_careful_attention, nan_layer.careful_attention, nan_layer.CAREFUL_MISTAKES),
-    (checks.check_lost_share, loss_scaling.lost_share, loss_scaling.SHARE_MISTAKES),
-    (checks.check_largest_scale, loss_scaling.largest_scale, loss_scaling.SCALE_MISTAKES),
-    (checks.check_unscale, loss_scaling.unscale, loss_scaling.UNSCALE_MISTAKES),
-    (checks.check_unscale, loss_scaling.unscale, loss_scaling.FINITE_MISTAKES),
-    (checks.check_next_scale, loss_scaling.next_scale, loss_scaling.NEXT_MISTAKES),
-    (checks.check_master_step, loss_scaling.master_step, loss_scaling.MASTER_MISTAKES),
-    ((checks.check_rope_angles, far_away), rotary.rotary_angles, rotary.ANGLE_MISTAKES),
-    (checks.check_rope_values, rotary.apply_rope, rotary.TURN_MISTAKES),
-    (checks.check_rope_conventions, rotary.pairs_to_halves, rotary.ROW_MISTAKES),
-    (checks.check_loss_values, chunked_loss.ChunkedLoss, chunked_loss.LOSS_MISTAKES),
-    (checks.check_loss_gradients, chunked_loss.ChunkedLoss, chunked_loss.GRADIENT_MISTAKES),
-    (BYTES, planning.held_bytes, planning.MISTAKES),
-    (MERGE, merging.merge, merging.MERGE_MISTAKES),
-    (checks.check_merge_all, merging.merge_all, merging.ALL_MISTAKES),
-    (checks.check_zigzag_chunks, zigzag_order.zigzag_chunks, zigzag_order.CHUNK_MISTAKES),
-    (checks.check_zigzag_positions, zigzag_order.zigzag_positions, zigzag_order.POSITION_MISTAKES),
-    (checks.check_unzigzag, zigzag_order.unzigzag, zigzag_order.INVERSE_MISTAKES),
-    (each_averaged, data_parallel.average_each, data_parallel.HOOK_MISTAKES),
-    (checks.check_buckets, data_parallel.make_buckets, data_parallel.BUCKET_MISTAKES),
-    (buckets_averaged, data_parallel.average_in_buckets, data_parallel.OVERLAP_MISTAKES),
-    (sharded, data_parallel.ShardedLinear, data_parallel.SHARD_MISTAKES),
-    (ring, ring_backward.ring_backward, ring_backward.MISTAKES),
-    (accumulated, accumulation.accumulated_gradient, accumulation.ACCUMULATION_MISTAKES),
-    (clock, clock_file.median_ms, clock_file.CLOCK_MISTAKES),
-    (
-        checks.check_interpolated,
-        long_positions.interpolated,
-        long_positions.INTERPOLATED_MISTAKES,
+    *(
+        (check, getattr(getattr(checks, file), solution), getattr(getattr(checks, file), table))
+        for (file, solution, table), check in TABLES.items()
     ),
-    (checks.check_ntk_aware, long_positions.ntk_aware, long_positions.NTK_MISTAKES),
-    (checks.check_yarn, long_positions.yarn, long_positions.RAMP_MISTAKES),
-    (checks.check_yarn, long_positions.yarn, long_positions.FACTOR_MISTAKES),
-    (checks.check_cost_flops, intensity.attention_cost, intensity.FLOP_MISTAKES),
-    (checks.check_cost_bytes, intensity.attention_cost, intensity.BYTE_MISTAKES),
-    (checks.check_roof, intensity.roof, intensity.ROOF_MISTAKES),
-    (checks.check_textbook_traffic, counting.textbook_traffic, counting.TEXTBOOK_MISTAKES),
-    (checks.check_tiled_traffic, counting.tiled_traffic, counting.TILED_MISTAKES),
-    (checks.check_tiled_causal, counting.tiled_traffic, counting.CAUSAL_MISTAKES),
-    (checks.check_fit, fitting.fit_time, fitting.FIT_MISTAKES),
-    (checks.check_predict, fitting.predict_time, fitting.PREDICT_MISTAKES),
-    (checks.check_held_out, fitting.held_out_error, fitting.TEST_MISTAKES),
-    (limits, choosing.choice, choosing.LIMIT_MISTAKES),
-    (ties, choosing.choice, choosing.TIE_MISTAKES),
-    (sources, choosing.choice, choosing.SOURCE_MISTAKES),
-    (checks.check_exp2_bits, two_tricks.exp2_by_bits, two_tricks.BIT_MISTAKES),
-    (checks.check_smallest_degree, two_tricks.smallest_degree, two_tricks.DEGREE_MISTAKES),
-    (UPDATE, two_tricks.lazy_update, two_tricks.UPDATE_MISTAKES),
-    (checks.check_launch_gap, profiles.launch_gap, profiles.GAP_MISTAKES),
-    (checks.check_stall, profiles.stall, profiles.STALL_MISTAKES),
+    (checks.check_registered_models, IN_MODELS.lab_attention, IN_MODELS.MISTAKES[2:]),
 )
 def test_each_mistake_gets_its_own_diagnosis(check, student, said):
     assert said in diagnosis(check, student)
+
+
+def test_no_table_of_mistakes_is_forgotten():
+    named = {(file, table) for file, _, table in TABLES}
+    named.add(("ex_1_6_half_precision", "ATTENTION_MISTAKES"))  # in test_refused.py
+    for file in checks.EXERCISES.keys() - {"ex_4_3_triton_kernels"}:  # in test_triton_kernels.py
+        for name in vars(getattr(checks, file)):
+            assert not name.endswith("MISTAKES") or (file, name) in named

@@ -5,22 +5,24 @@ import torch
 
 from labsupport import checks
 from labsupport.attention import attention
-from labsupport.checks import ex_1_1_textbook_attention as textbook
-from labsupport.checks import ex_1_3_online_softmax as softmax
-from labsupport.checks import ex_1_4_tiled_forward as tiled_forward
-from labsupport.checks import ex_1_5_backward as backward
-from labsupport.checks import ex_2_1_layout as layout
-from labsupport.checks import ex_2_3_decoding_mask as decoding
-from labsupport.checks import ex_2_4_amdahl as amdahl
-from labsupport.checks import ex_3_1_rotary as rotary
-from labsupport.checks import ex_3_2_chunked_loss as chunked_loss
-from labsupport.checks import ex_3_4_merge as merging
-from labsupport.checks import ex_3_5_zigzag as zigzag_order
-from labsupport.checks import ex_3_6_data_parallel as data_parallel
-from labsupport.checks import ex_4_1_cost as intensity
-from labsupport.checks import ex_4_2_traffic as counting
-from labsupport.checks import ex_4_4_predict as fitting
-from labsupport.checks import ex_4_5_choose as choosing
+from labsupport.checks import (
+    ex_1_1_textbook_attention,
+    ex_1_3_online_softmax,
+    ex_1_4_tiled_forward,
+    ex_1_5_backward,
+    ex_2_1_layout,
+    ex_2_3_decoding_mask,
+    ex_2_4_amdahl,
+    ex_3_1_rotary,
+    ex_3_2_chunked_loss,
+    ex_3_4_merge,
+    ex_3_5_zigzag,
+    ex_3_6_data_parallel,
+    ex_4_1_cost,
+    ex_4_2_traffic,
+    ex_4_4_predict,
+    ex_4_5_choose,
+)
 from labsupport.checks.verdict import mistakes, mutant
 from labsupport.precision import FlashAttentionConfig
 from tests.checks.solutions import diagnosis, each, function, solution_source
@@ -207,39 +209,39 @@ one reduce_scatter of the whole gradient
 
 
 def overlap(attach):
-    checks.check_overlap(data_parallel.rehearsed_buckets(attach))
+    checks.check_overlap(ex_3_6_data_parallel.rehearsed_buckets(attach))
 
 
 def sharded_memory(layer):
-    checks.check_sharded_memory(data_parallel.rehearsed_layer(layer))
+    checks.check_sharded_memory(ex_3_6_data_parallel.rehearsed_layer(layer))
 
 
 def on_positions(apply):
-    checks.check_rope_positions(rotary.rotary_angles, apply)
+    checks.check_rope_positions(ex_3_1_rotary.rotary_angles, apply)
 
 
 @each(
-    (TEXTBOOK, textbook.textbook_attention, TEXTBOOKS),
-    (checks.check_split_qkv, layout.split_qkv, CUTS),
-    (VISIBLE, decoding.visible, MASKS),
-    (checks.check_visible_decoding, decoding.visible, DECODED),
-    (checks.check_amdahl, amdahl.overall_speedup, SPEEDUPS),
-    (checks.check_rope_angles, rotary.rotary_angles, ANGLES),
-    (checks.check_rope_values, rotary.apply_rope, TURNS),
-    (on_positions, rotary.apply_rope, POSITIONAL),
-    (checks.check_rope_conventions, rotary.pairs_to_halves, ROWS),
-    (checks.check_loss_gradients, chunked_loss.ChunkedLoss, GRADIENTS),
-    (MERGE, merging.merge, MERGES),
-    (checks.check_merge_all, merging.merge_all, LOOPS),
-    (checks.check_zigzag_chunks, zigzag_order.zigzag_chunks, CHUNKS),
-    (checks.check_zigzag_positions, zigzag_order.zigzag_positions, POSITIONS),
-    (overlap, data_parallel.average_in_buckets, OVERLAPS),
-    (sharded_memory, data_parallel.ShardedLinear, SHARDS),
-    (checks.check_cost_flops, intensity.attention_cost, COSTS),
-    (checks.check_roof, intensity.roof, ROOFS),
-    (checks.check_textbook_traffic, counting.textbook_traffic, TRAFFIC),
-    (checks.check_predict, fitting.predict_time, TIMES),
-    (checks.check_held_out, fitting.held_out_error, TESTED),
+    (TEXTBOOK, ex_1_1_textbook_attention.textbook_attention, TEXTBOOKS),
+    (checks.check_split_qkv, ex_2_1_layout.split_qkv, CUTS),
+    (VISIBLE, ex_2_3_decoding_mask.visible, MASKS),
+    (checks.check_visible_decoding, ex_2_3_decoding_mask.visible, DECODED),
+    (checks.check_amdahl, ex_2_4_amdahl.overall_speedup, SPEEDUPS),
+    (checks.check_rope_angles, ex_3_1_rotary.rotary_angles, ANGLES),
+    (checks.check_rope_values, ex_3_1_rotary.apply_rope, TURNS),
+    (on_positions, ex_3_1_rotary.apply_rope, POSITIONAL),
+    (checks.check_rope_conventions, ex_3_1_rotary.pairs_to_halves, ROWS),
+    (checks.check_loss_gradients, ex_3_2_chunked_loss.ChunkedLoss, GRADIENTS),
+    (MERGE, ex_3_4_merge.merge, MERGES),
+    (checks.check_merge_all, ex_3_4_merge.merge_all, LOOPS),
+    (checks.check_zigzag_chunks, ex_3_5_zigzag.zigzag_chunks, CHUNKS),
+    (checks.check_zigzag_positions, ex_3_5_zigzag.zigzag_positions, POSITIONS),
+    (overlap, ex_3_6_data_parallel.average_in_buckets, OVERLAPS),
+    (sharded_memory, ex_3_6_data_parallel.ShardedLinear, SHARDS),
+    (checks.check_cost_flops, ex_4_1_cost.attention_cost, COSTS),
+    (checks.check_roof, ex_4_1_cost.roof, ROOFS),
+    (checks.check_textbook_traffic, ex_4_2_traffic.textbook_traffic, TRAFFIC),
+    (checks.check_predict, ex_4_4_predict.predict_time, TIMES),
+    (checks.check_held_out, ex_4_4_predict.held_out_error, TESTED),
 )
 def test_other_wrong_work_is_refused(check, student, said):
     assert said in diagnosis(check, student)
@@ -247,8 +249,10 @@ def test_other_wrong_work_is_refused(check, student, said):
 
 def test_angles_that_do_not_come_from_positions_are_found():
     for first in ("torch.arange(len(positions))", "(positions - positions[0] % 200)"):
-        angles = mutant(rotary.rotary_angles, ("positions[:, None]", f"{first}[:, None]"))
-        assert "6 ... 11" in diagnosis(checks.check_rope_positions, angles, rotary.apply_rope)
+        angles = mutant(ex_3_1_rotary.rotary_angles, ("positions[:, None]", f"{first}[:, None]"))
+        assert "6 ... 11" in diagnosis(
+            checks.check_rope_positions, angles, ex_3_1_rotary.apply_rope
+        )
 
 
 LAST = 'return tied.loc[tied.peak_memory_bytes.idxmin(), "backend"]'
@@ -319,7 +323,7 @@ EARLY = "m = torch.stack([b.amax(-1) for b in scores.split(block_size, -1)]).ama
     ],
 )
 def test_more_than_one_look_at_one_block_is_refused(edit, said):
-    student = mutant(softmax.running_max_and_sum, edit)
+    student = mutant(ex_1_3_online_softmax.running_max_and_sum, edit)
     checks.check_running_values(student)
     assert said in diagnosis(checks.check_running_streams, student)
 
@@ -333,27 +337,28 @@ WHOLE = ("block_q", "seqlen_q", "block_k", "seqlen_k")
     ("student", "right", "memory", "said"),
     [
         (
-            mutant(tiled_forward.flash_forward, WHOLE),
+            mutant(ex_1_4_tiled_forward.flash_forward, WHOLE),
             FORWARD,
             checks.check_forward_memory,
             "256, 256)",
         ),
         (
-            mutant(tiled_forward.flash_forward, WHOLE[:2]),
+            mutant(ex_1_4_tiled_forward.flash_forward, WHOLE[:2]),
             RIGHT,
             checks.check_forward_values,
             "outer loop",
         ),
         (
             mutant(
-                tiled_forward.flash_forward, (SCALE, f"{SCALE}; is_causal and torch.ones(256, 256)")
+                ex_1_4_tiled_forward.flash_forward,
+                (SCALE, f"{SCALE}; is_causal and torch.ones(256, 256)"),
             ),
             FORWARD,
             checks.check_forward_memory,
             "is_causal=True",
         ),
         (
-            mutant(backward.flash_backward, WHOLE),
+            mutant(ex_1_5_backward.flash_backward, WHOLE),
             BACKWARD,
             checks.check_backward_memory,
             "256, 256)",
@@ -374,11 +379,11 @@ KEPT = ("d = log_p.exp()", "d = log_p.exp(); ctx.kept.append(log_p)", "total =",
     ("student", "said"),
     [
         (
-            mutant(chunked_loss.ChunkedLoss, (START, f"chunk = len(labels); {START}")),
+            mutant(ex_3_2_chunked_loss.ChunkedLoss, (START, f"chunk = len(labels); {START}")),
             "forward created a tensor of shape (1024, 512)",
         ),
         (mutant(Recomputes, ("ctx.count = chunk", "ctx.count = len(labels)")), "backward created"),
-        (mutant(chunked_loss.ChunkedLoss, KEPT), "kept for the backward pass"),
+        (mutant(ex_3_2_chunked_loss.ChunkedLoss, KEPT), "kept for the backward pass"),
     ],
 )
 def test_all_the_logits_are_refused_although_the_values_are_right(student, said):
@@ -389,7 +394,8 @@ def test_all_the_logits_are_refused_although_the_values_are_right(student, said)
 
 def test_a_half_written_autograd_function_is_told_apart():
     stub = mutant(
-        chunked_loss.ChunkedLoss, ("grad_hidden, grad_weight = ctx", "raise NotImplementedError #")
+        ex_3_2_chunked_loss.ChunkedLoss,
+        ("grad_hidden, grad_weight = ctx", "raise NotImplementedError #"),
     )
     assert "backward is not written" in diagnosis(checks.check_loss_gradients, stub)
     assert "the class itself" in diagnosis(checks.check_loss_values, lambda *args: args[0].sum())
@@ -404,8 +410,8 @@ def at_once(parts):
 
 def right_for_lists_only(parts):
     if isinstance(parts, list):
-        return merging.merge_all(parts)
-    return merging.merge_all([next(parts), next(parts)])
+        return ex_3_4_merge.merge_all(parts)
+    return ex_3_4_merge.merge_all([next(parts), next(parts)])
 
 
 @pytest.mark.parametrize(
@@ -465,7 +471,7 @@ NOTHING = ("grad_hidden * grad_loss", "0 * grad_hidden")
         (checks.check_forward_memory, lambda q, *rest: (q.clone(), q[..., 0].clone()), "out is"),
         (checks.check_backward_memory, lambda dout, q, k, v, *rest: (q, k, v), "dq is"),
         (checks.check_registered_memory, lambda m, q, *rest, **o: (q.mT.permute(0, 3, 1, 2), None), ""),
-        (checks.check_loss_memory, mutant(chunked_loss.ChunkedLoss, NOTHING), "gradient of hidden is zero"),
+        (checks.check_loss_memory, mutant(ex_3_2_chunked_loss.ChunkedLoss, NOTHING), "gradient of hidden is zero"),
     ],
 )  # fmt: skip
 def test_nothing_computed_is_no_merit_although_it_takes_no_memory(check, student, said):
@@ -508,6 +514,6 @@ def test_a_fit_that_is_chosen_by_held_out_rows_is_found():
 def test_a_row_that_set_the_standard_but_may_not_run_is_shown():
     edits = ("min(map(_ms, left))", "min(map(_ms, _timed(same)))")
     edits += ("return min", "return None if not tied else min")
-    said = diagnosis(checks.check_choice_ties, choose_by_rows(mutant(choosing.choice, edits)))
+    said = diagnosis(checks.check_choice_ties, choose_by_rows(mutant(ex_4_5_choose.choice, edits)))
     assert "leave rows out first" in said
     assert len(said.splitlines()) > 3

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from labsupport import checks
-from labsupport.checks import ex_1_4_tiled_forward as tiled_forward
-from labsupport.checks import ex_3_2_chunked_loss as chunked_loss
-from labsupport.checks import ex_4_1_cost as intensity
-from labsupport.checks import ex_4_4_predict as fitting
-from labsupport.checks import verdict
+from labsupport.checks import (
+    ex_1_4_tiled_forward,
+    ex_3_2_chunked_loss,
+    ex_4_1_cost,
+    ex_4_4_predict,
+    verdict,
+)
 from labsupport.checks.verdict import judge, mutant
 from tests.checks.solutions import diagnosis
 
@@ -116,23 +118,23 @@ TOP_LEFT = (
 TWO = [
     (
         checks.check_cost_bytes,
-        mutant(intensity.attention_cost, L_IN_BYTES + ALL_HEADS),
+        mutant(ex_4_1_cost.attention_cost, L_IN_BYTES + ALL_HEADS),
         ("L is float32 whatever dtype is", "K and V have kv_heads heads"),
     ),
     (
         checks.check_cost_flops,
-        mutant(intensity.attention_cost, (*TOP_LEFT, "10 if", "8 if")),
+        mutant(ex_4_1_cost.attention_cost, (*TOP_LEFT, "10 if", "8 if")),
         ("aligned top-left", "five products"),
     ),
     (
         checks.check_fit,
-        mutant(fitting.fit_time, (", w=1 / ms", "", "1 / slope", "1e12 / slope")),
+        mutant(ex_4_4_predict.fit_time, (", w=1 / ms", "", "1 / slope", "1e12 / slope")),
         ("errors in ms", "divide by 1e12"),
     ),
     (
         checks.check_forward_values,
         mutant(
-            tiled_forward.flash_forward,
+            ex_1_4_tiled_forward.flash_forward,
             ("1 / math.sqrt(q.shape[-1])", "1.0", "o * alpha[..., None]", "o"),
         ),
         ("not divided by sqrt(head_dim)", "accumulator O is not rescaled"),
@@ -140,7 +142,7 @@ TWO = [
     (
         checks.check_loss_gradients,
         mutant(
-            chunked_loss.ChunkedLoss,
+            ex_3_2_chunked_loss.ChunkedLoss,
             ("-torch.ones_like", "0 * torch.ones_like", "kept[:, None] / count", "kept[:, None]"),
         ),
         ("minus one at the label", "not divided by the number"),
@@ -160,7 +162,7 @@ def test_two_mistakes_at_once_are_named(check, student, said):
 def test_a_mistake_that_explains_one_case_but_not_all_is_a_perhaps():
     """L is counted in the dtype's bytes, and only in the forward pass."""
     student = mutant(
-        intensity.attention_cost,
+        ex_4_1_cost.attention_cost,
         ("else 2 * q + 2 * k + lse", "else 2 * q + 2 * k + lse // 4 * dtype.itemsize"),
     )
     said = diagnosis(checks.check_cost_bytes, student)

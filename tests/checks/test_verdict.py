@@ -9,13 +9,15 @@ import torch
 from labsupport import checks
 from labsupport.analysis.roofline import case_of
 from labsupport.analysis.traffic import count
-from labsupport.checks import ex_1_1_textbook_attention as textbook
-from labsupport.checks import ex_1_2_score_memory as score_memory
-from labsupport.checks import ex_4_1_cost as intensity
-from labsupport.checks import ex_4_2_traffic as counting
-from labsupport.checks import ex_4_4_predict as fitting
-from labsupport.checks import ex_4_5_choose as choosing
-from labsupport.checks import verdict
+from labsupport.checks import (
+    ex_1_1_textbook_attention,
+    ex_1_2_score_memory,
+    ex_4_1_cost,
+    ex_4_2_traffic,
+    ex_4_4_predict,
+    ex_4_5_choose,
+    verdict,
+)
 from labsupport.checks.verdict import Mistake, judge, mistakes, mutant
 from labsupport.profiling import measure_peak_memory
 from labsupport.profiling.grids import Case, passes_of
@@ -42,7 +44,7 @@ a space; two edits.
 
 def test_an_edit_of_a_text_that_is_not_there_is_an_error():
     with pytest.raises(LookupError, match="does not contain 'sum'"):
-        mutant(score_memory.score_bytes, ("sum", ""))
+        mutant(ex_1_2_score_memory.score_bytes, ("sum", ""))
 
 
 def test_a_message_says_where_a_result_goes_wrong():
@@ -96,7 +98,9 @@ def test_a_failure_shows_lines_that_fit_and_no_traceback_in_a_notebook():
 
 def test_a_students_function_is_used_only_when_it_passes(capsys):
     good = function(solution_source("01", "ex-1-1-textbook-attention"), "textbook_attention")
-    bad = mutant(textbook.textbook_attention, textbook.MISTAKES[0].edit)
+    bad = mutant(
+        ex_1_1_textbook_attention.textbook_attention, ex_1_1_textbook_attention.MISTAKES[0].edit
+    )
     ours, check = object(), checks.check_textbook_values
     assert checks.solution_or_reference(good, ours, check) is good
     assert checks.solution_or_reference(bad, ours, check) is ours
@@ -128,7 +132,7 @@ def test_predictions_are_compared_with_measurements(capsys):
 
 
 def test_counted_traffic_is_what_a_memory_that_counts_sees():
-    for case, causal in zip(counting._sizes(0)[:2], (False, True), strict=True):
+    for case, causal in zip(ex_4_2_traffic._sizes(0)[:2], (False, True), strict=True):
         n, d = case["seqlen"], case["head_dim"]
         q = torch.randn(n, d, dtype=torch.float64)
         blocks = {"block_q": case["block_q"], "block_k": case["block_k"]}
@@ -147,7 +151,7 @@ def test_counted_traffic_is_what_a_memory_that_counts_sees():
 
 
 def test_the_cost_is_counted_as_in_the_labs_measurements():
-    for shape in intensity._shapes(3):
+    for shape in ex_4_1_cost._shapes(3):
         options = {**shape, "dtype": str(shape["dtype"]).removeprefix("torch.")}
         options["seqlen"], options["kv_seqlen"] = options.pop("seqlen_q"), options.pop("seqlen_k")
         backward = options.pop("backward")
@@ -156,7 +160,7 @@ def test_the_cost_is_counted_as_in_the_labs_measurements():
 
 
 def test_the_fit_is_the_minimum_of_the_relative_errors():
-    flops, ms = fitting._measured(np.random.default_rng(0), rows=12, noise=0.1)
+    flops, ms = ex_4_4_predict._measured(np.random.default_rng(0), rows=12, noise=0.1)
     start, rate = checks.ex_4_4_predict.fit_time(flops, ms)
 
     def loss(start, rate):
@@ -203,12 +207,12 @@ def test_planned_bytes_come_within_a_tenth_of_a_measured_step(
 
 def test_the_tables_of_times_tell_all_mistakes_apart_with_another_seed():
     for kinds, some in (
-        ({}, choosing.LIMIT_MISTAKES),
-        ({"close": True}, choosing.TIE_MISTAKES + choosing.LIMIT_MISTAKES),
-        ({"sources": True}, choosing.SOURCE_MISTAKES + choosing.LIMIT_MISTAKES),
+        ({}, ex_4_5_choose.LIMIT_MISTAKES),
+        ({"close": True}, ex_4_5_choose.TIE_MISTAKES + ex_4_5_choose.LIMIT_MISTAKES),
+        ({"sources": True}, ex_4_5_choose.SOURCE_MISTAKES + ex_4_5_choose.LIMIT_MISTAKES),
     ):
-        workloads = choosing.tables(5, **kinds)
-        choices = [choosing.choice, *(mutant(choosing.choice, one.edit) for one in some)]
+        workloads = ex_4_5_choose.tables(5, **kinds)
+        choices = [ex_4_5_choose.choice, *(mutant(ex_4_5_choose.choice, one.edit) for one in some)]
         answers = {tuple(choice(*one) for one in workloads) for choice in choices}
         assert len(answers) == len(some) + 1
 
@@ -217,6 +221,6 @@ def test_no_table_of_times_hangs_on_rounding():
     """Times of rows that may run are never within a thousandth of the 5%."""
     rng = random.Random(0)
     for _ in range(200):
-        rows, _, dtype = choosing._workload(rng, True, False)
+        rows, _, dtype = ex_4_5_choose._workload(rng, True, False)
         times = [row["ms"] for row in rows if row["dtype"] == dtype]
         assert not any(1.049 < a / b < 1.051 for a in times for b in times)
