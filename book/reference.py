@@ -11,7 +11,6 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import typer
@@ -49,7 +48,6 @@ VALUES = {
     "PRESETS": "Shapes of known models, for `DecoderConfig.preset`.",
     "STYLES": "Colour and marker of each implementation, in all charts.",
 }
-_TOP = "see the top of this file"  # where the exercise is specified
 _COMMAND = re.compile(r"^#+ `(labsupport [\w ]+)`\n\n(.*?)(?=\n\n)", re.MULTILINE | re.DOTALL)
 _SECTION = re.compile(r"^#+ `(labsupport[\w ]*)`\n.*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)
 _LISTED = re.compile(r"^\* `(\w+)`: .*$", re.MULTILINE)
@@ -129,10 +127,7 @@ def _directive(room: str, name: str) -> str:
     if name in VALUES:
         return f".. py:data:: {name}\n\n   {VALUES[name]}"
     if not isinstance(value, type):
-        top = _doc(inspect.getmodule(value)) if _TOP in _doc(value) else ""
-        return f".. autofunction:: {name}" + indent(
-            f"\n\n::\n\n{indent(top, '   ')}" * bool(top), "   "
-        )
+        return f".. autofunction:: {name}"
     kind = "exception" if issubclass(value, Exception) else "class"
     # Every matplotlib figure has its own `set`.
     return f".. auto{kind}:: {name}\n   :members:\n   :exclude-members: set"
