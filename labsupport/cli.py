@@ -20,7 +20,7 @@ from labsupport.commands.progress import progress_command
 from labsupport.commands.ring import ring_app
 from labsupport.commands.start import start_command
 from labsupport.commands.sweep import sweep_command
-from labsupport.commands.train import train_command
+from labsupport.commands.train import TrainOptions, train_command, with_options
 
 app = typer.Typer(
     name="labsupport",
@@ -87,7 +87,7 @@ app.command("compare")(compare_command)
 app.command("sweep")(sweep_command)
 app.command("profile")(profile_command)
 app.command("generate")(generate_command)
-app.command("train")(train_command)
+app.command("train")(with_options(train_command, TrainOptions))
 app.add_typer(ring_app, name="ring")
 
 

@@ -25,8 +25,6 @@ cli
 LEVEL = {name: level for level, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 # Import nothing of ours. Everybody may import them.
 LEAVES = {"paths", "interrupt", "plotting"}
-# Files in labsupport/commands that are no command.
-COMMAND_HELPERS = {"train_options", "train_parallel"}
 OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
 # Kernels are defined when their file is imported. So Triton's doors are a folder and two files, and
 # others import kernel files inside of functions only.
@@ -143,4 +141,4 @@ def test_every_command_has_a_file(project):
 
     names = {command.name for command in (*app.registered_commands, *app.registered_groups)}
     files = {path.stem for path in (project / "labsupport/commands").glob("*.py")} - {"__init__"}
-    assert files == names - {"grade", "release"} | COMMAND_HELPERS
+    assert files == names - {"grade", "release"}

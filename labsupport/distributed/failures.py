@@ -1,9 +1,13 @@
-"""Errors of ranks: causes, and mere consequences of another rank's error.
+"""Errors of ranks: causes, and mere consequences of another rank's error; the end of a rank.
 
 Imports no PyTorch, since the program `labsupport` imports it.
 """
 
 from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
 
 # By their exact names: a RuntimeError that is none of these is a bug, and needs its traceback.
 SELF_EXPLAINING = {
@@ -42,3 +46,16 @@ def short(error: Exception) -> str:
     first = text.split("\n\nTraceback", maxsplit=1)[0]
     kind = first.partition(" failed: ")[2].partition(":")[0].partition("\n")[0]
     return f"labsupport: {first if explains_itself(kind) else text}"
+
+
+def end_process(status: int) -> NoReturn:
+    """End this rank immediately, all that it has printed shown; for a process of its own.
+
+    Not every process group ends with `destroy_process_group`: FSDP's stays in caches of DTensor
+    that have no public way to be cleared, and gloo's threads with it (PyTorch 2.13). While Python
+    takes the process down, these sometimes abort it; and of a group that lost a rank, they may wait
+    for that rank.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

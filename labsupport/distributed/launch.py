@@ -39,7 +39,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from labsupport.distributed.failures import is_lost
+from labsupport.distributed.failures import end_process, is_lost
 
 GRACE_S = 3.0  # for the cause to show, once a rank says that it lost another one
 KILL_AFTER_S = 2.0  # between asking a process to end and killing it
@@ -284,17 +284,14 @@ def _work(name: str) -> None:
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout)
         result = cloudpickle.dumps(function(*args, **kwargs))
         (folder / f"result-{rank}").write_bytes(result)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # At once: threads of a process group may abort the process while Python takes it down.
-        os._exit(0)
     except BaseException as error:
         what = "".join(traceback.format_exception_only(error)).strip()
         frames = error.__traceback__ and error.__traceback__.tb_next  # without this file
         text = "".join(traceback.format_exception(type(error), error, frames))
         failure = _Failure(what, text, time.time(), is_lost(error))
         (folder / f"error-{rank}").write_bytes(pickle.dumps(failure))
-        os._exit(1)  # immediately, too: a process group that lost a rank may hang
+        end_process(1)
+    end_process(0)
 
 
 def _end_with(launcher: int) -> None:

@@ -12,16 +12,17 @@ end, 2W - 1 at most, to a length that the ranks can share: no token sees a later
 
 THE LOSS of a step is the mean over all N labels. Each rank returns its own term of it, and runs its
 backward pass; where the terms depend on other ranks' tokens (through K and V) the ring's brings dK
-and dV home. So the weights' gradients are summed over ranks once a step, not averaged. A ring needs
-all ranks: one without labels computes too, with a term of 0.
+and dV home. So the weights' gradients are summed over ranks, once a step. A ring needs all ranks:
+one without labels computes too, with a term of 0.
 
-TRAINING. Steps, history and checkpoints are those of data parallelism (`data_parallel.run`): what W
-ranks saved, another number goes on with, and DDP or FSDP too.
+TRAINING. `labsupport.training.train.Trainer` sees each shard as this rank's micro-batch, with the
+labels of the shard. What W ranks saved, another number goes on with, and DDP or FSDP too.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,23 +30,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from labsupport.distributed.data_parallel.run import (
-    Batches,
-    ParallelRun,
-    Share,
-    check_settings,
-    make_optimizer,
-    run_steps,
-)
+from labsupport.distributed.data_parallel.costs import state_bytes
+from labsupport.distributed.data_parallel.ddp import ParallelRun
 from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.distributed.ring.attention import RingOptions, ring_attention
 from labsupport.distributed.ring.transport import Ring
 from labsupport.distributed.ring.zigzag import chunks_of, positions_of, shard_sequence
-from labsupport.training.data import IGNORED
-from labsupport.training.decoder import Attention, Decoder, Turn
-from labsupport.training.train import TrainConfig, tensors
+from labsupport.training.config import TrainConfig
+from labsupport.training.data import IGNORED, tensors
+from labsupport.training.decoder import Decoder, attend
+from labsupport.training.train import Batches, Trainer, check_weights
 
 _KNOWN = ("tokens", "labels", "positions", "cu_seqlens")
 
@@ -56,8 +52,8 @@ class Shard:
 
     Attributes:
         tokens, labels: (batch, seqlen / world) int64. labels: -100 does not count.
-        positions: (1 or batch, seqlen / world) int64, in the whole sequence.
-        all_labels: (batch, seqlen) int64, those of the whole sequence, filled up.
+        positions: (seqlen / world,) or (batch, seqlen / world) int64, in the whole sequence.
+        total: number of labels of the whole sequence that count.
         farthest: the largest position of the whole sequence.
         fillers: number of this rank's tokens that only fill the sequence up.
     """
@@ -65,7 +61,7 @@ class Shard:
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-    all_labels: Tensor
+    total: int
     farthest: int
     fillers: int = 0
 
@@ -134,12 +130,15 @@ def shard_batch(batch: Any, rank: int, world_size: int, *, zigzag: bool = True) 
     short = world_size * own_length - seqlen
     tokens, positions = F.pad(tokens, (0, short)), F.pad(positions, (0, short))
     labels = F.pad(labels, (0, short), value=IGNORED)
+    total = int((labels != IGNORED).sum())
     own_tokens, own_labels, own_positions = (
         shard_sequence(x, rank, world_size, zigzag=zigzag) for x in (tokens, labels, positions)
     )
     places = positions_of(own_length, rank, world_size, zigzag=zigzag)
     fillers = rows * int((places >= seqlen).sum())
-    return Shard(own_tokens, own_labels, own_positions, labels, farthest, fillers)
+    if len(own_positions) == 1:
+        own_positions = own_positions[0]
+    return Shard(own_tokens, own_labels, own_positions, total, farthest, fillers)
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -196,17 +195,21 @@ class SequenceParallel:
         self.rank, self.world = around.rank, around.size
         self.model, self.ring = model, ring
         self._attentions: list[Any] = [block.attention for block in model.blocks]
-        if any("forward" in vars(attention) for attention in self._attentions):
+        if any(attention.attend is not attend for attention in self._attentions):
             raise ValueError("the model's attention goes around a ring already: restore() it first")
         if model.savings.head_chunk is not None:
             raise ValueError("around a ring attention takes all heads: head_chunk=None")
+        self.attend_around()
+
+    def attend_around(self) -> None:
+        """Let the model's attention go around the ring."""
         for attention in self._attentions:
-            attention.forward = partial(_around, attention, ring)
+            attention.attend = partial(_around, self.ring)
 
     def restore(self) -> None:
         """Give the model its own attention back."""
         for attention in self._attentions:
-            del attention.forward
+            attention.attend = attend
 
     def __enter__(self) -> SequenceParallel:
         return self
@@ -240,11 +243,9 @@ class SequenceParallel:
         Raises:
             AttentionInputError, BackendUnavailableError: the kernel cannot compute it.
         """
-        if total is None:
-            total = int((shard.all_labels != IGNORED).sum())
-        positions = shard.positions[0] if len(shard.positions) == 1 else shard.positions
+        total = shard.total if total is None else total
         # Of no labels the mean is 0, with gradients of 0.
-        mean = self.model(shard.tokens, shard.labels, positions=positions)
+        mean = self.model(shard.tokens, shard.labels, positions=shard.positions)
         return mean * ((shard.labels != IGNORED).sum().to(mean.dtype) / max(total, 1))
 
     def sum_gradients(self) -> None:
@@ -256,16 +257,10 @@ class SequenceParallel:
 
 
 def _around(
-    own: Attention,
-    ring: RingOptions,
-    x: Tensor,
-    turn: Turn,
-    cu_seqlens: Tensor | None,
-    backend: str,
+    ring: RingOptions, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, backend: str
 ) -> Tensor:
-    """`Attention.forward` around the ring; `backend` and `cu_seqlens` are for one device."""
-    q, k, v = own.project(x, turn)
-    return own.out(ring_attention(q, k, v, **vars(ring)).reshape(x.shape))
+    """`labsupport.training.decoder.attend`; `backend` and `cu_seqlens` are for one device."""
+    return ring_attention(q, k, v, **vars(ring)).flatten(2)
 
 
 # --- the training loop ----------------------------------------------------------------------------
@@ -276,8 +271,12 @@ def train_with_ring(
     batches: Batches,
     settings: TrainConfig,
     *,
+    folder: Any = None,
+    run_config: Any = None,
     zigzag: bool = True,
     kernel: str = "auto",
+    validation: Iterable[Any] = (),
+    sample: Callable[[nn.Module], str] | None = None,
     **options: Any,
 ) -> ParallelRun:
     """Train with AdamW, each sequence sharded over the group that `setup_ddp` made.
@@ -288,13 +287,16 @@ def train_with_ring(
             returns.
         batches: step -> WHOLE micro-batches, the same on each rank, at most
             `settings.gradient_accumulation_steps`; see `shard_batch` for what is in them.
-        settings, options: as for `train_with_ddp`.
+        settings, folder, run_config: as for `train_with_ddp`.
         zigzag, kernel: as for `shard_model`.
+        validation: whole micro-batches, too.
+        sample: writes on each rank alone, without the ring.
+        options: as for `Trainer.run`.
 
     Raises:
         RuntimeError: no process group.
-        ValueError: what `shard_model`, `shard_batch` and `train_with_ddp` refuse; ranks that were
-            given different micro-batches. Others as `run_steps`.
+        ValueError: what `shard_model` and `shard_batch` refuse; ranks that were given different
+            micro-batches. Others as `Trainer` and `Trainer.run`.
 
     >>> from labsupport.training import Decoder, DecoderConfig, TrainConfig, batches
     >>> info, model = setup_ddp(), Decoder(DecoderConfig.preset("tiny"))
@@ -305,45 +307,45 @@ def train_with_ring(
     >>> cleanup_ddp()
     """
     info = RankInfo.current()
-    check_settings(model, settings)
-    model.to(info.device)
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, 0)
-    optimizer, dtype = make_optimizer(model, settings), settings.autocast
-    shards: list[Shard] = []  # of the step in progress
-    with shard_model(model, zigzag=zigzag, kernel=kernel) as sharded:
+    check_weights(model, settings.policy)
+    with shard_model(model.to(info.device), zigzag=zigzag, kernel=kernel) as sharded:
+        trainer = Trainer(
+            model, settings, folder=folder, run_config=run_config, group=dist.group.WORLD,
+            device=info.device, one_sequence=True,
+        )  # fmt: skip
 
-        def cut(step: int) -> list[dict[str, Tensor]]:
-            """This rank's shards as a `Share` counts them, with the labels of whole sequences."""
-            checksum = 0
-            shards.clear()
-            for batch in batches(step):
-                for name, tensor in sorted(tensors(batch).items()):
-                    data = tensor.detach().cpu().contiguous().numpy().tobytes()
-                    checksum = zlib.crc32(data, zlib.crc32(name.encode(), checksum))
-                shards.append(sharded.shard(batch))
-            checksums = all_gather_object(checksum)
-            if others := [rank for rank, own in enumerate(checksums) if own != checksums[0]]:
-                raise ValueError(
-                    f"step {step}: rank {', '.join(map(str, others))} was given other "
-                    "micro-batches than rank 0. With a sharded sequence each rank gets all of "
-                    "them, whole: no share_of, and the same seed"
-                )
-            return [
-                {"tokens": x.tokens, "labels": x.all_labels, "fillers": torch.tensor(x.fillers)}
-                for x in shards
-            ]
+        def cut(step: int) -> list[Shard]:
+            whole = list(batches(step))
+            _check_same_batches(whole, step)
+            return [sharded.shard(batch) for batch in whole]
 
-        def add_gradients(share: Share) -> Tensor:
-            optimizer.zero_grad()
-            total = share.labels // info.world  # each rank has counted the labels of all
-            loss = torch.zeros((), device=info.device)
-            for shard in shards:
-                with torch.autocast(info.device.type, dtype=dtype, enabled=dtype is not None):
-                    part = sharded(shard.to(info.device), total)
-                part.backward()
-                loss = loss + part.detach()
-            sharded.sum_gradients()
-            return loss
+        def write(model: nn.Module) -> str:
+            assert sample is not None
+            sharded.restore()
+            text = sample(model)
+            sharded.attend_around()
+            return text
 
-        return run_steps(model, optimizer, cut, settings, add_gradients, **options)
+        history = trainer.run(
+            cut,
+            validation=[sharded.shard(batch) for batch in validation],
+            sample=None if sample is None else write,
+            **options,
+        )
+        return ParallelRun(history, state_bytes(model, trainer.optimizer.optimizer))
+
+
+def _check_same_batches(whole: Iterable[Any], step: int) -> None:
+    """Raise ValueError, on all ranks, unless each was given the same micro-batches."""
+    checksum = 0
+    for batch in whole:
+        for name, tensor in sorted(tensors(batch).items()):
+            data = tensor.detach().cpu().contiguous().numpy().tobytes()
+            checksum = zlib.crc32(data, zlib.crc32(name.encode(), checksum))
+    checksums = all_gather_object(checksum)
+    if others := [rank for rank, own in enumerate(checksums) if own != checksums[0]]:
+        raise ValueError(
+            f"step {step}: rank {', '.join(map(str, others))} was given other micro-batches than "
+            "rank 0. With a sharded sequence each rank gets all of them, whole: no share_of, and "
+            "the same seed"
+        )

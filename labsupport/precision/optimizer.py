@@ -103,19 +103,43 @@ class MixedPrecisionOptimizer:
         """Factor on losses; 1 if nothing is in float16."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """The tensors that the optimizer changes, by the names of their parameters."""
+        return {name: master for name, (_, master) in self._pairs.items()}
+
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of a scalar loss, scaled if needed.
 
-        Gradients of low-precision parameters move to their masters immediately: several calls
-        before a step add up in the masters' dtype, and the low-precision copies are freed.
+        The same as `scale_loss(loss).backward()` and `collect_gradients()`.
 
         Raises:
             RuntimeError: as in `step`, except that no gradient is needed.
         """
+        self.scale_loss(loss).backward()
+        self.collect_gradients()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return a loss to call backward() on: scaled if something is in float16, else the same.
+
+        Raises: as `backward`.
+        """
         self._check()
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self._scaled = True
-        self._move_gradients()
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def collect_gradients(self) -> None:
+        """Move gradients of low-precision parameters to their masters, after each backward().
+
+        Several of them before a step add up in the masters' dtype, and the low-precision ones are
+        freed.
+        """
+        for parameter, master in self._pairs.values():
+            if master is not parameter and parameter.grad is not None:
+                # GradScaler refuses to unscale float16 gradients; and sums belong into float32.
+                gradient = parameter.grad.to(master.dtype)
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -130,7 +154,7 @@ class MixedPrecisionOptimizer:
                 or an old one; a policy was applied after this was built.
         """
         self._check()
-        self._move_gradients()
+        self.collect_gradients()
         masters = [master for _, master in self._pairs.values() if master.grad is not None]
         if not masters:
             raise RuntimeError(
@@ -150,11 +174,18 @@ class MixedPrecisionOptimizer:
         self._write_weights()
         return True
 
-    def zero_grad(self) -> None:
-        """Drop all gradients, the model's and the masters' (which model.zero_grad() does not)."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, the model's and the masters' (which model.zero_grad() does not).
+
+        With set_to_none=False set them to zero instead.
+        """
+        self._scaled = not set_to_none  # zero is right at any scale
         for parameter, master in self._pairs.values():
-            parameter.grad = master.grad = None
-        self._scaled = False
+            for tensor in (parameter, master):
+                if set_to_none:
+                    tensor.grad = None
+                elif tensor.grad is not None:
+                    tensor.grad.zero_()
 
     def _masters(self) -> dict[str, Tensor]:
         return {n: m.detach() for n, (p, m) in self._pairs.items() if m is not p}
@@ -188,14 +219,6 @@ class MixedPrecisionOptimizer:
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         self._write_weights()
-
-    def _move_gradients(self) -> None:
-        for parameter, master in self._pairs.values():
-            if master is not parameter and parameter.grad is not None:
-                # GradScaler refuses to unscale float16 gradients; and sums belong into float32.
-                gradient = parameter.grad.to(master.dtype)
-                master.grad = gradient if master.grad is None else master.grad + gradient
-                parameter.grad = None
 
     def _write_weights(self) -> None:
         """Round the masters into the model."""

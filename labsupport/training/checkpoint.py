@@ -1,29 +1,37 @@
 """A training run on disk: each checkpoint is there as a whole, or not at all.
 
-    step-000200.pt           200 steps are done
-    .step-000300.partial     being written, or left by a killed run
+    step-000200/             200 steps are done
+        .metadata            which file holds which rows of which tensor
+        __0_0.distcp         what rank 0 wrote
+        run.json             the run's configuration and its history
+    partial-000300/          being written, or left by a killed run
 
-A checkpoint is written under another name and forced to the disk, and only then gets its own name,
-in one operation of the file system (POSIX `rename`: "atomic").
-`torch.load(path, weights_only=True)` opens it, and runs no code from the file.
+`torch.distributed.checkpoint` writes the tensors: each rank its own part, or one process all of it.
+A rank reads those rows that it needs now, so any number of ranks can go on with a run. All files
+are forced to the disk before the folder gets its name, in one operation of the file system (POSIX
+`rename`: "atomic"). Ranks need a folder that all of them see.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 
 
 class CheckpointError(RuntimeError):
-    """The newest checkpoint cannot be read, or another program uses the folder."""
+    """A checkpoint cannot be read or written, or another program uses the folder."""
 
 
 class ResumeError(ValueError):
@@ -31,57 +39,75 @@ class ResumeError(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of one run in one folder.
+    """The checkpoints of one run in one folder; every rank calls every method but `paths`.
 
     Args:
-        folder: made when first needed.
+        folder: made when first needed; the same for all ranks.
         keep: number of checkpoints that `save` leaves, the newest ones.
+        group: the ranks that train together; None: this process alone.
+
+    Raises:
+        CheckpointError: the folder holds a run of an older version of the lab.
 
     >>> import tempfile
-    >>> checkpoints = Checkpoints(tempfile.mkdtemp())
-    >>> file = checkpoints.save(200, {"weight": torch.ones(3)})
-    >>> checkpoints.load_newest()["weight"]
-    tensor([1., 1., 1.])
+    >>> import torch
+    >>> checkpoints, weight = Checkpoints(tempfile.mkdtemp()), torch.ones(3)
+    >>> checkpoints.save(200, {"weight": weight}, {"data": "topics"})
+    >>> weight.zero_()
+    tensor([0., 0., 0.])
+    >>> checkpoints.load({"weight": weight})
+    >>> weight, checkpoints.run()
+    (tensor([1., 1., 1.]), {'data': 'topics'})
     """
 
-    def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
-        self.folder, self.keep = Path(folder), keep
+    def __init__(
+        self, folder: Path | str, *, keep: int = 2, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.folder, self.keep, self.group = Path(folder), keep, group
+        self.first = group is None or dist.get_rank(group) == 0
+        if next(self.folder.glob("step-*.pt"), None) is not None:
+            raise CheckpointError(
+                f"{folder} holds a run of an older version of the lab (step-*.pt), which this one "
+                "cannot read: use another folder"
+            )
 
     def paths(self) -> list[Path]:
-        """Return all checkpoints, the newest first."""
-        return sorted(self.folder.glob("step-*.pt"), key=step_of, reverse=True)
+        """Return all whole checkpoints, the newest first."""
+        return sorted(self.folder.glob("step-*"), key=step_of, reverse=True)
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, state: Mapping[str, Tensor], run: Mapping[str, Any]) -> None:
         """Write a checkpoint, then delete the oldest ones.
 
         Args:
             step: how many steps are done.
-            state: tensors, numbers, strings and None in dictionaries, lists and tuples.
-
-        Returns:
-            The file, which is on the disk when this returns.
+            state: tensors by name; of a `DTensor` each rank writes its part.
+            run: plain data, the same on all ranks.
 
         Raises:
-            OSError, RuntimeError: it could not be written. The older ones are untouched.
+            CheckpointError: it could not be written. The older ones are untouched.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f".step-{step:06d}.partial"
+        partial, failure = self.folder / f"partial-{step:06d}", None
         try:
-            with partial.open("wb") as file:
-                torch.save(dict(state), file)
-                file.flush()
-                os.fsync(file.fileno())
-            path = self.folder / f"step-{step:06d}.pt"
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        for old in self.paths()[self.keep :]:
-            old.unlink()
-        return path
+            self._call(dcp.save, state, partial)
+            if self.first:
+                with (partial / "run.json").open("w", encoding="utf-8") as file:
+                    json.dump(run, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.rename(self.folder / f"step-{step:06d}")
+                for old in self.paths()[self.keep :]:
+                    shutil.rmtree(old)
+        except (OSError, dcp.CheckpointException) as error:
+            failure = _cause(error)
+        # Also a barrier: nobody goes on before the checkpoint has its name.
+        failures = gather(failure, self.group)
+        if any(failures):
+            shutil.rmtree(partial, ignore_errors=True)
+            said = next(filter(None, failures))
+            raise CheckpointError(f"step {step} cannot be saved in {self.folder}: {said}")
 
-    def load_newest(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint, its tensors on the CPU; None if there is none.
+    def run(self) -> dict[str, Any] | None:
+        """Return what `save` was given as `run`, of the newest checkpoint; None if there is none.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -89,45 +115,101 @@ class Checkpoints:
         paths = self.paths()
         if not paths:
             return None
-        try:
-            return torch.load(paths[0], map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(
-                f"{paths[0]} cannot be read: {error}. Delete it to go on from the one before, or "
-                "start again (fresh=True, --fresh)"
-            ) from error
+        with _readable(paths[0]):
+            return json.loads((paths[0] / "run.json").read_text(encoding="utf-8"))
 
-    @contextmanager
-    def in_use(self, *, fresh: bool = False) -> Iterator[None]:
-        """Keep other programs from writing here; delete what a killed program left unfinished.
-
-        With `fresh`, delete all checkpoints. The lock is the operating system's and ends with the
-        program.
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the newest checkpoint's tensors, by name.
 
         Raises:
-            CheckpointError: another program trains in this folder.
+            CheckpointError: it cannot be read.
+        """
+        path = self.paths()[0]
+        with _readable(path):
+            found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            return {name: tuple(getattr(about, "size", ())) for name, about in found.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Read the newest checkpoint into these tensors, in place.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        path = self.paths()[0]
+        with _readable(path):
+            self._call(dcp.load, state, path)
+
+    def _call(self, operation: Any, state: Mapping[str, Tensor], path: Path) -> None:
+        with warnings.catch_warnings():
+            # One process needs no process group; PyTorch warns that there is none.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
+            where: dict[str, Any] = {"process_group": self.group, "no_dist": self.group is None}
+            operation(dict(state), checkpoint_id=str(path), **where)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep other programs from writing here; delete what a killed program left unfinished.
+
+        The lock is the operating system's and ends with the program.
+
+        Raises:
+            CheckpointError: another program trains in this folder; on all ranks.
         """
         from filelock import FileLock, Timeout
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.folder / ".lock")
+        lock, free = FileLock(self.folder / ".lock"), True
+        if self.first:
+            try:
+                lock.acquire(timeout=0)
+                for path in self.folder.glob("partial-*"):
+                    shutil.rmtree(path)
+            except Timeout:
+                free = False
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise CheckpointError(
-                f"another program is training in {self.folder}: wait, or choose another folder"
-            ) from None
-        try:
-            for path in [*self.folder.glob(".step-*.partial"), *(self.paths() if fresh else [])]:
-                path.unlink()
+            if not all(gather(free, self.group)):
+                raise CheckpointError(
+                    f"another program is training in {self.folder}: wait, or choose another folder"
+                )
             yield
         finally:
             lock.release()
 
 
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn errors of reading a checkpoint into one that says what to do."""
+    try:
+        yield
+    except (
+        *(OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError),
+        dcp.CheckpointException,
+    ) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {_cause(error)}. Delete it to go on from the one before, or "
+            "delete the run's folder to start again"
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """Return a rank's own error as text, where `torch.distributed.checkpoint` has wrapped it."""
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return repr(error)
+
+
 def step_of(path: Path) -> int:
     """Return the number of steps that were done, from a checkpoint's name."""
-    return int(path.stem.removeprefix("step-"))
+    return int(path.name.removeprefix("step-"))
+
+
+def gather(local: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return every rank's object, in the order of the ranks; without a group this one alone."""
+    if group is None:
+        return [local]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, local, group=group)
+    return gathered
 
 
 # --- does a checkpoint belong to this run? --------------------------------------------------------
@@ -147,7 +229,7 @@ def model_run_config(model: nn.Module) -> dict[str, Any]:
 
 
 def check_same_run_config(
-    saved: Mapping[str, Any], asked: Mapping[str, Any], folder: Path | str | None
+    saved: Mapping[str, Any], asked: Mapping[str, Any], folder: Path | str
 ) -> None:
     """Raise ResumeError, with the list of differences, unless two runs' settings are the same."""
     different = [
@@ -162,5 +244,19 @@ def check_same_run_config(
         hint = f" (for another number of steps, keep decay_steps={saved['decay_steps']})"
     raise ResumeError(
         f"{folder} holds a run with other settings: {'; '.join(different)}{hint}. Give it the "
-        "same settings, or another folder, or start again (fresh=True, --fresh)"
+        "same settings, or another folder"
     )
+
+
+def check_same_tensors(
+    saved: Mapping[str, tuple[int, ...]], asked: Mapping[str, Tensor], folder: Path | str
+) -> None:
+    """Raise ResumeError, with the first differences, unless all tensors have the same shapes."""
+    here = {name: tuple(tensor.shape) for name, tensor in asked.items()}
+    different = [
+        f"{name} was {saved.get(name)} and is {here.get(name)}"
+        for name in sorted(saved.keys() | here.keys())
+        if saved.get(name) != here.get(name)
+    ]
+    if different:
+        raise ResumeError(f"{folder} holds a run of another model: {'; '.join(different[:4])}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -81,16 +82,24 @@ class DecoderConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> DecoderConfig:
-        """Return a shape by its name (`PRESETS`), with changes.
+        """Return a shape by its name (`PRESETS`), or GPT-2's as LAYERSxWIDTH; with changes.
 
         >>> DecoderConfig.preset("gpt2-small", positions="learned").parameters
         124439808
+        >>> DecoderConfig.preset("48x1600").heads  # GPT-2 XL's size; heads of 64
+        25
 
         Raises:
             ValueError: there is no such preset.
         """
+        layers, x, width = name.partition("x")
+        if x and layers.isdigit() and width.isdigit():
+            heads = max(1, int(width) // 64)
+            return cls(**{"layers": int(layers), "width": int(width), "heads": heads} | changes)
         if name not in PRESETS:
-            raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}.")
+            raise ValueError(
+                f"there is no preset {name!r}; there are {', '.join(PRESETS)}, and LAYERSxWIDTH."
+            )
         return replace(PRESETS[name], **changes)
 
     @property
@@ -181,6 +190,35 @@ class MemoryOptions:
         if self.offload and not self.checkpoint:
             raise ValueError("offload moves what checkpoint stores: use checkpoint=True, too.")
 
+    @classmethod
+    def named(cls, names: Iterable[str], *, attention: str = "auto") -> MemoryOptions:
+        """Return options by short names, some with a number of tokens or heads.
+
+        >>> MemoryOptions.named(["checkpoint", "mlp=8192", "loss"]).mlp_chunk
+        8192
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        # The numbers are used where none is given.
+        numbered = {"mlp": ("mlp_chunk", 4096), "loss": ("loss_chunk", 1024)}
+        numbered["heads"] = ("head_chunk", 1)
+        plain = {"checkpoint": True, "offload": True, "residual": torch.bfloat16}
+        chosen: dict[str, Any] = {}
+        for entry in names:
+            name, equals, number = entry.partition("=")
+            if name in plain and not equals:
+                chosen[name] = plain[name]
+            elif name in numbered and (not equals or number.isdigit()):
+                field, usual = numbered[name]
+                chosen[field] = int(number) if equals else usual
+            else:
+                raise ValueError(
+                    f"{entry!r} saves no memory; known: {', '.join([*plain, *numbered])}, the last "
+                    "three perhaps with a number, as mlp=8192"
+                )
+        return cls(attention, **chosen)
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -195,10 +233,11 @@ class TrainConfig:
         warmup_steps: steps that rise to it in a straight line.
         decay_steps: the step at which the learning rate has come down to `final_fraction` of it,
             along a cosine. Default: `steps`. Give it to be able to add steps to a run later.
-        weight_decay: of matrices; biases and the gains of norms do not decay.
+        weight_decay: of matrices; biases and norm weights are not decayed.
         betas: AdamW's.
         max_grad_norm: gradients of a larger total norm are scaled down to it; None: they are not.
-        gradient_accumulation_steps: micro-batches of each step, whose gradients add up.
+        gradient_accumulation_steps: micro-batches of each step (of each rank, at most), whose
+            gradients add up.
         autocast: the dtype of matrix products (bfloat16, float16); None: that of the weights.
             Weights stay float32, and are rounded for each use.
         policy: a dtype for each component, in place of autocast's rules: weights are stored in the

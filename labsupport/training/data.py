@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from labsupport.models import python_topics, source_text
@@ -215,6 +216,50 @@ def generated(
         return packed[0]
 
     return lambda step: [sequence(step * accumulation + i) for i in range(accumulation)]
+
+
+def together(sequences: Sequence[Packed], batch: int, *, apart: bool) -> list[dict[str, Tensor]]:
+    """Join sequences of one length into micro-batches of `batch` sequences each.
+
+    With `apart` a micro-batch is one long sequence, (1, batch * length), in which no document sees
+    another; else it has rows, (batch, length), and a row's documents see those before them.
+
+    >>> one, two = pack([[1, 2, 3], [4, 5, 6]], 4, end_token=0)
+    >>> [(batch["tokens"].shape, *batch) for batch in together([one, two], 2, apart=False)]
+    [(torch.Size([2, 4]), 'tokens', 'labels')]
+    >>> together([one, two], 2, apart=True)[0]["cu_seqlens"]
+    tensor([0, 4, 8], dtype=torch.int32)
+    """
+    joined = []
+    for start in range(0, len(sequences), batch):
+        some, dim = sequences[start : start + batch], 1 if apart else 0
+        micro_batch = {
+            "tokens": torch.cat([one.tokens for one in some], dim),
+            "labels": torch.cat([one.labels for one in some], dim),
+        }
+        if apart:
+            micro_batch["positions"] = torch.cat([one.positions for one in some], 1)
+            lengths = torch.cat([one.cu_seqlens.diff() for one in some])
+            micro_batch["cu_seqlens"] = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        joined.append(micro_batch)
+    return joined
+
+
+def data_named(value: str) -> str | list[str]:
+    """Return the name of the lab's texts, or the paths of the reader's own, which commas divide.
+
+    Raises:
+        ValueError: no such texts, and no such file or folder.
+    """
+    if value in DATA:
+        return value
+    paths = value.split(",")
+    for path in paths:
+        if not Path(path).exists():
+            raise ValueError(
+                f"unknown data {path!r}: give one of {', '.join(DATA)}, or text files and folders"
+            )
+    return paths
 
 
 def named_tokenizer(name: str) -> Tokenizer:

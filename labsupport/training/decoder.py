@@ -51,6 +51,11 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, savings: MemoryOptions | None = None) -> None:
         super().__init__()
         self.config, self.savings = config, savings or MemoryOptions()
+        # positions -> cos, sin of their angles; see `turn`.
+        self.angles: Callable[[Tensor], tuple[Tensor, Tensor]] = partial(
+            rotary_angles,
+            head_dim=config.head_dim, base=config.rope_base, scaling=config.rope_scaling,
+        )  # fmt: skip
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.max_positions, config.width)
@@ -106,8 +111,7 @@ class Decoder(nn.Module):
         Args:
             positions: as in `hidden`.
         """
-        base, scaling = self.config.rope_base, self.config.rope_scaling
-        cos, sin = rotary_angles(positions, self.config.head_dim, base=base, scaling=scaling)
+        cos, sin = self.angles(positions)
         interleaved = self.config.rope_interleaved
         return partial(apply_rotary_emb, cos=cos, sin=sin, interleaved=interleaved)
 
@@ -221,6 +225,8 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        # (q, k, v, cu_seqlens, backend) -> (batch, seqlen, heads * head_dim)
+        self.attend: Callable[..., Tensor] = attend
         key_width = config.key_heads * config.head_dim
         # Three projections, and not one of three times the width: q, k and v would be parts of one
         # tensor, and the values alone would keep all of it until the backward pass.
@@ -231,7 +237,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, turn: Turn, cu_seqlens: Tensor | None, backend: str) -> Tensor:
         """Map (batch, seqlen, width) to the same."""
-        return self.out(_attend(*self.project(x, turn), cu_seqlens, backend))
+        return self.out(self.attend(*self.project(x, turn), cu_seqlens, backend))
 
     def in_groups(
         self,
@@ -270,7 +276,7 @@ class Attention(nn.Module):
             if turn is not None:
                 q, k = turn(q), turn(k)
             with nullcontext() if store is None else store.results((self, first)):
-                return _attend(q, k, v, cu_seqlens, savings.attention)
+                return self.attend(q, k, v, cu_seqlens, savings.attention)
 
         step = savings.head_chunk or keys
         run = _checkpointed if torch.is_grad_enabled() else lambda function, *args: function(*args)
@@ -288,7 +294,7 @@ class Attention(nn.Module):
         return q, k, v
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, backend: str) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, backend: str) -> Tensor:
     """Return causal attention's output, heads side by side: (batch, seqlen, heads * head_dim)."""
     if cu_seqlens is None:
         out = attention(q, k, v, causal=True, backend=backend)

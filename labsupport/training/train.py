@@ -1,8 +1,14 @@
-"""The training loop, top to bottom: batches, the loss, `optimizer.backward(loss)`, a checkpoint.
+"""The training loop, for any number of ranks: batches, the loss, `loss.backward()`, a checkpoint.
 
 Step k of a run depends on nothing but the weights, the optimizer's state, and k, from which its
-random numbers are seeded: so a run that was killed, and goes on from its last checkpoint, takes the
-same steps as one that was not; on a CPU, with the same number of threads, bit for bit.
+random numbers are seeded (and from the rank). So a run that was killed, and goes on from its last
+checkpoint, takes the same steps as one that was not: on one device, and with the same number of
+threads, bit for bit; with another number of ranks within rounding.
+
+SEVERAL RANKS. A step's loss is the mean over ALL N labels of all ranks' micro-batches. DDP and FSDP
+*average* gradients over the W ranks, so the mean loss of a micro-batch with n labels is weighted by
+W n / N (theory chapter 11, uneven ranks). A collective needs every rank: so the ranks first tell
+one another what they have, and a rank with fewer micro-batches computes empty ones of weight 0.
 """
 
 from __future__ import annotations
@@ -10,14 +16,18 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from labsupport.precision import (
     FlashAttentionConfig,
@@ -26,13 +36,16 @@ from labsupport.precision import (
 )
 from labsupport.training.checkpoint import (
     Checkpoints,
-    ResumeError,
     check_same_run_config,
+    check_same_tensors,
+    gather,
     model_run_config,
 )
 from labsupport.training.config import TrainConfig
 from labsupport.training.data import IGNORED, tensors
 from labsupport.training.history import History, StepRow, read_peak, reset_peak
+
+Batches = Callable[[int], Iterable[Any]]
 
 
 class TrainingDivergedError(RuntimeError):
@@ -40,7 +53,7 @@ class TrainingDivergedError(RuntimeError):
 
     Attributes:
         step: counted from 0.
-        micro_batch: the first with such a loss; None if it is a gradient of one of several.
+        micro_batch: the first of this rank with such a loss; None if there is none, but a gradient.
         history: of the steps before: its curves often show where the trouble began.
     """
 
@@ -51,19 +64,14 @@ class TrainingDivergedError(RuntimeError):
 
 def train(
     model: nn.Module,
-    batches: Callable[[int], Iterable[Any]],
+    batches: Batches,
     settings: TrainConfig,
     *,
-    validation: Iterable[Any] = (),
-    sample: Callable[[nn.Module], str] | None = None,
     folder: Path | str | None = None,
-    fresh: bool = False,
     run_config: Mapping[str, Any] | None = None,
-    on_step: Callable[[StepRow], None] | None = None,
-    stop: Callable[[], bool] | None = None,
-    progress: bool = True,
+    **options: Any,
 ) -> History:
-    """Train a model with AdamW; with a folder, resume the run in it.
+    """Train a model with AdamW on one device; with a folder, resume the run in it.
 
     Args:
         model: on its device, with float32 weights; `settings.policy` is applied to it, and stays.
@@ -71,17 +79,8 @@ def train(
         batches: step (counted from 0) -> a step's micro-batches, always the same: dataclasses or
             mappings of tensors, `tokens` and `labels` (any shape, int64) among them, on any device.
         settings: how to train, and in which dtypes.
-        validation: micro-batches for a validation loss before each checkpoint.
-        sample: lets the model write a text, before each checkpoint; without global random numbers.
-        folder: for checkpoints. If a run is in it, that run goes on; if that run is complete,
-            nothing is done.
-        fresh: delete the checkpoints in the folder and start again.
-        run_config: what else the weights depend on, by name, as plain values (which texts, say); it
-            is saved, and must be equal when the run is resumed, as must the settings and the
-            model's `config`, if that is a dataclass.
-        on_step: called with each step's row, before its checkpoint.
-        stop: called after each step; if it returns True, save a checkpoint and return.
-        progress: show a bar, on stderr.
+        folder, run_config: as for `Trainer`.
+        options: validation, sample, on_step, stop and progress, as for `Trainer.run`.
 
     Returns:
         The history of the whole run, with the steps before a resumption.
@@ -89,15 +88,7 @@ def train(
     PyTorch's random numbers are seeded in each step.
 
     Raises:
-        TrainingDivergedError: NaN or infinity, before the step's update. With float16, gradients
-            that overflow are expected: such a step is skipped and the loss scaled down, and this is
-            raised once there is nothing left to scale.
-        ResumeError: the folder's run had other settings, or another model; names the differences.
-        CheckpointError: the newest checkpoint cannot be read, or another program trains there.
-        ValueError: weights that are not float32 (or float64) and under no policy, none that needs
-            gradients, a step without labels or with another number of micro-batches.
-        TypeError: a batch that is neither a dataclass nor a mapping of tensors with tokens and
-            labels; a value of `run_config` that is not plain.
+        as `Trainer` and `Trainer.run`.
 
     >>> stream = batches([list(range(200))], 64, end_token=256)
     >>> settings = TrainConfig(steps=2, checkpoint_every=1)
@@ -105,100 +96,379 @@ def train(
     >>> len(history.losses)
     2
     """
-    check_weights(model, settings.policy)
-    everything = settings.run_config() | model_run_config(model) | dict(run_config or {})
-    everything = json.loads(json.dumps(everything))  # plain data, as a checkpoint holds it
-    device = next(p.device for p in model.parameters() if p.requires_grad)
-    checkpoints = None if folder is None else Checkpoints(folder, keep=settings.keep)
-    with nullcontext() if checkpoints is None else checkpoints.in_use(fresh=fresh):
-        saved = None if checkpoints is None else checkpoints.load_newest()
-        if saved is not None:
-            check_same_run_config(saved["run_config"], everything, folder)
-        # Without a policy all weights are float32 and their own masters.
+    trainer = Trainer(model, settings, folder=folder, run_config=run_config)
+    history = trainer.run(batches, **options)
+    trainer.optimizer.zero_grad()
+    return history
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's micro-batches of a step.
+
+    parts: index, tensors, and weight n / N; those without labels are left out, and empty ones of
+        weight 0 filled in. most: of micro-batches given to a rank. labels, tokens: of all ranks.
+    """
+
+    parts: list[tuple[int, dict[str, Tensor], float]]
+    most: int
+    labels: int
+    tokens: int
+
+
+class Trainer:
+    """A model and its optimizer, alone or as one of several ranks.
+
+    Args:
+        model: as for `train`; or wrapped in DistributedDataParallel, or sharded by `fully_shard`.
+            The gradients of any other model in a group are averaged after the backward passes, and
+            its weights become rank 0's.
+        settings: how to train, and in which dtypes.
+        folder: for checkpoints. If a run is in it, that run goes on; if that run is complete,
+            nothing is done.
+        run_config: what else the weights depend on, by name, as plain values (which texts, say); it
+            is saved, and must be equal when the run is resumed, as must the settings and the
+            model's `config`, if that is a dataclass.
+        group: the ranks that share each step; None: this process alone.
+        device: to compute on; None: that of the weights.
+        sync_every: average gradients after each micro-batch, as without no_sync(), to see what that
+            costs.
+        one_sequence: the ranks' micro-batches are shards of the same sequences: all ranks compute
+            all of them, with labels or without.
+
+    Attributes:
+        model: without DDP's wrapper.
+        optimizer: a `MixedPrecisionOptimizer`.
+        history: of the whole run, with the steps before a resumption.
+
+    Raises:
+        ResumeError: the folder's run had other settings, or another model; names the differences.
+        CheckpointError: the newest checkpoint cannot be read.
+        ValueError: weights that are not float32 (or float64) and under no policy, none that needs
+            gradients; a policy for a model in DDP or FSDP.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: TrainConfig,
+        *,
+        folder: Path | str | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        sync_every: bool = False,
+        one_sequence: bool = False,
+    ) -> None:
+        self.called = model
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        self.settings, self.group = settings, group
+        self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
+        self.sync_every, self.one_sequence = sync_every, one_sequence
+        self.history = History()
+        check_weights(self.model, settings.policy)
+        self.device = device or next(p.device for p in model.parameters() if p.requires_grad)
+        config = settings.run_config() | model_run_config(self.model) | dict(run_config or {})
+        # Eight micro-batches of one rank are four of each of two: not compared.
+        del config["gradient_accumulation_steps"]
+        self.run_config = json.loads(json.dumps(config))  # plain data, as a checkpoint holds it
+        self.checkpoints = None
+        if folder is not None:
+            self.checkpoints = Checkpoints(folder, keep=settings.keep, group=group)
+            if (saved := self.checkpoints.run()) is not None:
+                check_same_run_config(saved["run_config"], self.run_config, folder)
+        self.averages = isinstance(model, DistributedDataParallel | FSDPModule)
+        if group is not None and not self.averages:
+            for tensor in self.model.state_dict().values():
+                dist.broadcast(tensor, group=group, group_src=0)
         if settings.policy is not None:
-            apply_precision_policy(model, settings.policy)
-        optimizer = MixedPrecisionOptimizer(
-            model,
+            if self.averages:
+                raise ValueError(
+                    "a precision policy keeps float32 masters beside the weights, and DDP and FSDP "
+                    "would add up gradients in 16 bits: use TrainConfig(autocast=torch.bfloat16), "
+                    "or FSDP's mixed_precision"
+                )
+            apply_precision_policy(self.model, settings.policy)
+        # Without a policy all weights are float32 and their own masters.
+        self.optimizer = MixedPrecisionOptimizer(
+            self.model,
             settings.policy
             or FlashAttentionConfig.float32(attention=settings.autocast or torch.float32),
             torch.optim.AdamW,
-            groups=parameter_groups(model.parameters()),
+            groups=parameter_groups(self.model.parameters()),
             lr=settings.learning_rate,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
             fused=True,  # one pass over each tensor, and no temporaries
         )
-        masters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
-        history = History()
-        if saved is not None:
-            try:
-                model.load_state_dict(saved["model"])
-            except RuntimeError as error:
-                raise ResumeError(f"{folder} holds a run of another model: {error}") from None
-            optimizer.load_state_dict(saved["optimizer"])
-            history = History.from_state(saved["history"])
-            del saved
-        model.train()
-        bar = progress_bar(history, settings, shown=progress)
-        for step in range(len(history), settings.steps):
-            began = time.perf_counter()
-            reset_peak(device)
-            torch.manual_seed(settings.seed + step * 2**16)
-            micro_batches = [tensors(batch) for batch in batches(step)]
-            if len(micro_batches) != settings.gradient_accumulation_steps:
-                raise ValueError(
-                    f"batches({step}) gave {len(micro_batches)} micro-batches, but the settings "
-                    f"say gradient_accumulation_steps={settings.gradient_accumulation_steps}"
-                )
-            # The mean over the step's labels is not the mean of the micro-batches' means: each
-            # counts by its labels. One without labels has no mean.
-            counts = [int((batch["labels"] != IGNORED).sum()) for batch in micro_batches]
-            if not sum(counts):
-                raise ValueError(f"batches({step}) has no label: all of them are {IGNORED}")
+
+    def run(
+        self,
+        batches: Batches,
+        *,
+        validation: Iterable[Any] = (),
+        sample: Callable[[nn.Module], str] | None = None,
+        on_step: Callable[[StepRow], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+        progress: bool = True,
+    ) -> History:
+        """Take all steps, from the end of the folder's run on; every rank calls this.
+
+        Args:
+            batches: step -> THIS rank's micro-batches, at most
+                `settings.gradient_accumulation_steps`; as for `train`.
+            validation: this rank's micro-batches for a validation loss before each checkpoint.
+            sample: lets the model write a text, before each checkpoint, on all ranks; without
+                global random numbers.
+            on_step: called with each step's row, before its checkpoint.
+            stop: called after each step; if it returns True on one rank, all save a checkpoint and
+                return.
+            progress: show a bar, on stderr of rank 0.
+
+        Raises:
+            TrainingDivergedError: NaN or infinity, before the step's update. With float16,
+                gradients that overflow are expected: such a step is skipped and the loss scaled
+                down, and this is raised once there is nothing left to scale.
+            ValueError: a step without labels, or with too many micro-batches; on all ranks.
+            TypeError: a batch that is neither a dataclass nor a mapping of tensors with tokens and
+                labels; a value of `run_config` that is not plain.
+            CheckpointError: a checkpoint cannot be read or written, or another program trains here.
+            ResumeError: the folder's run is of another model.
+        """
+        settings = self.settings
+        with nullcontext() if self.checkpoints is None else self.checkpoints.in_use():
+            self._load()
+            self.model.train()
+            with progress_bar(self.history, settings, shown=progress and self.rank == 0) as bar:
+                for number in range(len(self.history), settings.steps):
+                    row = self.step(number, batches(number))
+                    if settings.saves_after(number):
+                        row = replace(
+                            row,
+                            sample=self._write(sample),
+                            validation_loss=self.evaluate(validation),
+                        )
+                    self.history.rows.append(row)
+                    bar.set_postfix_str(f"loss {row.loss:.3f}, {row.tokens_per_s:,.0f} tokens/s")
+                    bar.update()
+                    if on_step is not None:
+                        on_step(row)
+                    # A signal reaches the ranks at different times: all stop if one of them has it.
+                    stopping = stop is not None and any(gather(stop(), self.group))
+                    if stopping or settings.saves_after(number):
+                        self._save(number + 1)
+                    if stopping:
+                        break
+        return self.history
+
+    def step(self, number: int, micro_batches: Iterable[Any]) -> StepRow:
+        """Take one optimizer step; its gradients stay until the next one.
+
+        Args:
+            number: of the step, from 0.
+            micro_batches: of this rank.
+
+        Raises: as `run`.
+        """
+        began, settings, optimizer = time.perf_counter(), self.settings, self.optimizer
+        # DDP's gradients are views of its buckets: without them, no_sync() would hold others.
+        optimizer.zero_grad(set_to_none=not isinstance(self.called, DistributedDataParallel))
+        reset_peak(self.device)
+        torch.manual_seed(settings.seed + number * 2**16 + self.rank)
+        share = self._share(micro_batches)
+        if share.most > settings.gradient_accumulation_steps:
+            raise ValueError(
+                f"batches({number}) gave a rank {share.most} micro-batches, but the settings say "
+                f"gradient_accumulation_steps={settings.gradient_accumulation_steps}"
+            )
+        if not share.labels:
+            raise ValueError(f"batches({number}) has no label to learn from: all are {IGNORED}")
+
+        losses = []
+        for place, (_, batch, weight) in enumerate(share.parts):
+            with self._communicating(last=place == len(share.parts) - 1):
+                loss = self._loss(self.called, batch) * weight
+                losses.append(loss.detach())
+                loss = optimizer.scale_loss(loss * self.world)  # by 1, unless float16 needs more
+                loss.backward()
+            optimizer.collect_gradients()  # in float32, where weights are in 16 bits
+        if self.group is not None and not self.averages:
+            self._average_gradients()
+
+        masters = list(optimizer.masters.values())
+        total_norm = nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
+        if isinstance(total_norm, DTensor):
+            total_norm = total_norm.full_tensor()  # each rank has the norm of its shards
+        total_norm = total_norm / optimizer.scale
+        loss, norm = float(self._sum(torch.stack(losses).sum())), float(total_norm)
+        # Overflowing gradients are normal under loss scaling: the optimizer skips the step.
+        overflow = math.isfinite(loss) and not math.isfinite(norm) and optimizer.scale > 1
+        if not math.isfinite(loss + norm) and not overflow:
             optimizer.zero_grad()
-            losses, tokens = [], 0
-            for batch, count in zip(micro_batches, counts, strict=True):
-                part = torch.zeros((), device=device)
-                if count:
-                    tokens += batch["tokens"].numel()
-                    part = _loss(model, batch, settings, device) * (count / sum(counts))
-                    optimizer.backward(part)
-                losses.append(part.detach())
-            gradients = [m.grad for m in masters if m.grad is not None]
-            total_norm = nn.utils.get_total_norm(gradients) / optimizer.scale
-            loss, norm = float(torch.stack(losses).sum()), float(total_norm)
-            # Overflowing gradients are normal under loss scaling: the optimizer skips the step.
-            overflow = math.isfinite(loss) and not math.isfinite(norm) and optimizer.scale > 1
-            if not math.isfinite(loss + norm) and not overflow:
-                optimizer.zero_grad()
-                raise _diverged(step, losses, norm, optimizer.scaler is not None, history)
-            if not overflow and settings.max_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(masters, settings.max_grad_norm, total_norm)
-            rate = learning_rate(step, settings)
-            for group in optimizer.optimizer.param_groups:
-                group["lr"] = rate
-            taken = optimizer.step()
-            optimizer.zero_grad()  # evaluation and checkpoint find the gradients' memory free
-            peak = read_peak(device)  # waits for a GPU, so that the time is the whole step's
-            seconds = time.perf_counter() - began
-            row = StepRow(step, loss, norm, rate, seconds, tokens, peak, skipped=not taken)
-            if settings.saves_after(step):
-                row = _evaluated(row, model, settings, device, validation, sample)
-            history.rows.append(row)
-            bar.set_postfix_str(f"loss {row.loss:.3f}, {row.tokens_per_s:,.0f} tokens/s")
-            bar.update()
-            if on_step is not None:
-                on_step(row)
-            stopping = stop is not None and stop()
-            if checkpoints is not None and (stopping or settings.saves_after(step)):
-                state: dict[str, Any] = {"step": step + 1, "run_config": everything}
-                state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                state["history"] = history.state()
-                checkpoints.save(step + 1, state)
-            if stopping:
-                break
-        bar.close()
-    return history
+            raise self._diverged(number, share, losses, loss, norm)
+        if not overflow and settings.max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(masters, settings.max_grad_norm, total_norm)
+        rate = learning_rate(number, settings)
+        for group in optimizer.optimizer.param_groups:
+            group["lr"] = rate
+        taken = optimizer.step()
+        peak = read_peak(self.device)  # waits for a GPU, so that the time is the whole step's
+        seconds = time.perf_counter() - began
+        return StepRow(number, loss, norm, rate, seconds, share.tokens, peak, skipped=not taken)
+
+    def evaluate(self, micro_batches: Iterable[Any]) -> float | None:
+        """Return the mean loss over all labels of all ranks' micro-batches; None without labels."""
+        share = self._share(micro_batches)
+        if not share.labels:
+            return None
+        with self._evaluating():
+            parts = [self._loss(self.model, batch) * weight for _, batch, weight in share.parts]
+        return float(self._sum(torch.stack(parts).sum()))
+
+    # --- parts of a step --------------------------------------------------------------------------
+
+    def _share(self, micro_batches: Iterable[Any]) -> Share:
+        """Weight this rank's micro-batches by their labels, and agree about N with the others."""
+        given = list(micro_batches)
+        own = [tensors(batch) for batch in given]
+        counts = [int((batch["labels"] != IGNORED).sum()) for batch in own]
+        # The mean over no labels may be NaN, and 0 times NaN is NaN: not computed.
+        kept = [i for i, count in enumerate(counts) if count or self.one_sequence]
+        tokens = sum(own[i]["tokens"].numel() - getattr(given[i], "fillers", 0) for i in kept)
+        by_rank = gather((len(own), len(kept), sum(counts), tokens), self.group)
+        numbers, computed, labels, all_tokens = zip(*by_rank, strict=True)
+        parts = [
+            (
+                i,
+                {name: tensor.to(self.device) for name, tensor in own[i].items()},
+                counts[i] / max(sum(labels), 1),
+            )
+            for i in kept
+        ]
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        empty = (len(own), {"tokens": one, "labels": one}, 0.0)
+        parts += [empty] * (max(computed) - len(parts))
+        return Share(parts, max(numbers), sum(labels), sum(all_tokens))
+
+    def _communicating(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Let the gradients of a micro-batch travel, or only add up here (before the last one)."""
+        travel = last or self.sync_every
+        if isinstance(self.called, FSDPModule):
+            self.called.set_requires_gradient_sync(travel)
+        if isinstance(self.called, DistributedDataParallel) and not travel:
+            return self.called.no_sync()
+        return nullcontext()
+
+    def _loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return a micro-batch's mean loss, at least in float32."""
+        with self._autocast():
+            loss = model(**batch)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32))
+
+    def _autocast(self) -> torch.autocast:
+        dtype = self.settings.autocast
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _average_gradients(self) -> None:
+        for master in self.optimizer.masters.values():
+            if master.grad is not None:
+                master.grad = master.grad.contiguous()
+                dist.all_reduce(master.grad, group=self.group)
+                master.grad /= self.world
+
+    def _sum(self, own: Tensor) -> Tensor:
+        """Add up a number over the ranks."""
+        if self.group is not None:
+            dist.all_reduce(own, group=self.group)
+        return own
+
+    def _write(self, sample: Callable[[nn.Module], str] | None) -> str | None:
+        if sample is None:
+            return None
+        with self._evaluating(), self._autocast():
+            return sample(self.model)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Let the model compute without dropout and gradients."""
+        self.model.eval()
+        with torch.no_grad():
+            yield
+        self.model.train()
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # a backward pass would have, and a checkpoint needs it
+
+    def _diverged(
+        self, step: int, share: Share, losses: list[Tensor], loss: float, norm: float
+    ) -> TrainingDivergedError:
+        """Name the step and the micro-batch, and the way to the layer."""
+        parts = zip(share.parts, losses, strict=True)
+        bad = next((i for (i, _, _), own in parts if not math.isfinite(own)), None)
+        finite = math.isfinite(loss)
+        what = f"the gradients' norm is {norm}" if finite else f"the loss is {loss}"
+        if share.most == 1 and self.world == 1:
+            bad = 0
+        place = "a micro-batch" if bad is None else f"micro-batch {bad}"
+        bfloat16 = ""
+        if self.optimizer.scaler is not None:
+            bfloat16 = ", or bfloat16, which does not overflow"
+        return TrainingDivergedError(
+            f"step {step}, {place} of {share.most} (from 0): {what}. The step was not taken. To "
+            "find the layer, call the model on this batch inside `with PrecisionTracker(model) as "
+            "tracker:` (labsupport.precision), then print(tracker.report()). If inputs and layers "
+            f"are sound: a lower learning_rate, more warmup_steps{bfloat16}.",
+            step,
+            bad,
+            self.history,
+        )
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return the tensors that a step depends on, by name; tied weights once."""
+        parameters = dict(self.model.named_parameters())
+        every = dict(self.model.named_parameters(remove_duplicate=False))
+        buffers = {n: x for n, x in self.model.state_dict().items() if n not in every}
+        state = {f"model/{name}": x.detach() for name, x in (parameters | buffers).items()}
+        for name, master in self.optimizer.masters.items():
+            if master is not parameters[name]:
+                state[f"master/{name}"] = master.detach()
+            averages = self.optimizer.optimizer.state.get(master, {})
+            state |= {f"{what}/{name}": value for what, value in averages.items()}
+        return state
+
+    def _save(self, steps: int) -> None:
+        if self.checkpoints is None:
+            return
+        scaler = self.optimizer.scaler
+        run = {
+            "ranks": self.world,
+            "run_config": self.run_config,
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "history": self.history.state(),
+        }
+        self.checkpoints.save(steps, self._state(), run)
+
+    def _load(self) -> None:
+        """Fill the model and the optimizer from the newest checkpoint, each rank its part."""
+        if self.checkpoints is None or (run := self.checkpoints.run()) is None:
+            return
+        saved = self.checkpoints.names()
+        # AdamW makes its averages in its first step, and a checkpoint is read into them. A rate of
+        # 0 changes no weight.
+        for group in self.optimizer.optimizer.param_groups:
+            group["lr"] = 0.0
+        for name, master in self.optimizer.masters.items():
+            if f"exp_avg/{name}" in saved:
+                master.grad = torch.zeros_like(master)
+        self.optimizer.optimizer.step()
+        self.optimizer.zero_grad()
+        state = self._state()
+        check_same_tensors(saved, state, self.checkpoints.folder)
+        self.checkpoints.load(state)
+        if self.optimizer.scaler is not None:
+            self.optimizer.scaler.load_state_dict(run["scaler"])
+        self.history = History.from_state(run["history"])
 
 
 def learning_rate(step: int, settings: TrainConfig) -> float:
@@ -220,7 +490,7 @@ def learning_rate(step: int, settings: TrainConfig) -> float:
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Group for AdamW: matrices decay; biases and norms' gains, which say where zero is, do not."""
+    """Group parameters for AdamW: biases and norm weights are not decayed."""
     trained = [p for p in parameters if p.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim >= 2]},
@@ -247,12 +517,14 @@ def write_text(model: nn.Module, prompt: Tensor, count: int, *, context: int) ->
     """Let a decoder continue a prompt, drawing each token by its probability, the same each time.
 
     `prompt` is (1, seqlen) int64; the model sees at most `context` tokens at a time. Returns the
-    prompt and its continuation, (1, seqlen + count).
+    prompt and its continuation, (1, seqlen + count), or less if the model's numbers are not finite.
     """
     generator, tokens = torch.Generator().manual_seed(0), prompt
     with torch.no_grad():
         for _ in range(count):
             probabilities = model(tokens[:, -context:])[:, -1].float().softmax(-1).cpu()
+            if not probabilities.isfinite().all():
+                break
             token = torch.multinomial(probabilities, 1, generator=generator)
             tokens = torch.cat([tokens, token.to(tokens.device)], dim=1)
     return tokens
@@ -264,60 +536,3 @@ def progress_bar(history: History, settings: TrainConfig, *, shown: bool) -> Any
 
     done = min(len(history), settings.steps)
     return tqdm(total=settings.steps, initial=done, unit="step", disable=not shown)
-
-
-def _loss(
-    model: nn.Module, batch: Mapping[str, Tensor], settings: TrainConfig, device: torch.device
-) -> Tensor:
-    """Return a micro-batch's mean loss, at least in float32."""
-    dtype = settings.autocast
-    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-        loss = model(**{name: tensor.to(device) for name, tensor in batch.items()})
-    return loss.to(torch.promote_types(loss.dtype, torch.float32))
-
-
-@torch.no_grad()
-def _evaluated(
-    row: StepRow,
-    model: nn.Module,
-    settings: TrainConfig,
-    device: torch.device,
-    validation: Iterable[Any],
-    sample: Callable[[nn.Module], str] | None,
-) -> StepRow:
-    """Add the validation loss, over all labels, and a sample of text."""
-    model.eval()
-    text, loss, dtype = None, None, settings.autocast
-    if sample is not None:
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            text = sample(model)
-    parts = [
-        (float(_loss(model, batch, settings, device)), count)
-        for batch in map(tensors, validation)
-        if (count := int((batch["labels"] != IGNORED).sum()))
-    ]
-    if parts:
-        loss = sum(mean * count for mean, count in parts) / sum(count for _, count in parts)
-    model.train()
-    return replace(row, validation_loss=loss, sample=text)
-
-
-def _diverged(
-    step: int, losses: list[Tensor], norm: float, float16: bool, history: History
-) -> TrainingDivergedError:
-    """Name the step and the micro-batch, and the way to the layer."""
-    bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
-    what = f"the gradients' norm is {norm}" if bad is None else f"the loss is {float(losses[bad])}"
-    if len(losses) == 1:
-        bad = 0
-    place = "a micro-batch" if bad is None else f"micro-batch {bad}"
-    bfloat16 = ", or bfloat16, which does not overflow" if float16 else ""
-    return TrainingDivergedError(
-        f"step {step}, {place} of {len(losses)} (from 0): {what}. The step was not taken. To find "
-        "the layer, call the model on this batch inside `with PrecisionTracker(model) as tracker:` "
-        "(labsupport.precision), then print(tracker.report()). If inputs and layers are "
-        f"sound: a lower learning_rate, more warmup_steps{bfloat16}.",
-        step,
-        bad,
-        history,
-    )

@@ -41,7 +41,7 @@ def test_importing_the_package_imports_nothing_else(project):
         ("import labsupport.attention", "pandas matplotlib typer nbgrader flash_attn transformers"),
         (
             "from labsupport.cli import app; from typer.testing import CliRunner; "
-            "assert '--loss-chunk' in CliRunner().invoke(app, ['train', '--help']).output",
+            "assert '--save-memory' in CliRunner().invoke(app, ['train', '--help']).output",
             "torch pandas matplotlib numpy",
         ),
         (

@@ -7,7 +7,7 @@ import torch
 
 from tests.commands.program import program
 
-TRAIN = "train --device cpu --layers 1 --length 128 --data records --quiet"
+TRAIN = "train --device cpu --preset 1x32 --length 128 --data records"
 RING = f"{TRAIN} --parallel ring --processes 2"
 DDP = f"{TRAIN} --parallel ddp --processes 2"
 REFUSED = {
@@ -25,25 +25,20 @@ REFUSED = {
     "ring bench --save no/name": "no name for a run",
     "ring bench --save ring-two-h200": "there is a run ring-two-h200",
     f"{TRAIN} --preset huge": "no preset 'huge'",
-    f"{TRAIN} --family bert": "unknown family 'bert'",
     f"{TRAIN} --data novels": "unknown data 'novels': give one of topics, ",
     f"{TRAIN} --tokens letters": "unknown tokens 'letters'",
     f"{TRAIN} --length '1 mile'": "no length",
     f"{TRAIN} --dtype int8": "--dtype 'int8'",
-    f"{TRAIN} --residual int8": "--residual 'int8'",
-    f"{TRAIN} --policy int8": "--policy 'int8'",
-    f"{TRAIN} --policy bfloat16 --dtype bfloat16": "--dtype and --policy both",
+    f"{TRAIN} --save-memory all": "'all' saves no memory; known: checkpoint, ",
+    f"{TRAIN} --save-memory loss=all": "'loss=all' saves no memory",
+    f"{TRAIN} --save-memory states": "goes with --parallel fsdp",
     f"{TRAIN} --attention flesh": "flesh",
     f"{TRAIN} --steps 0": "steps is 0",
-    f"{TRAIN} --memory-limit much": "'much' is not a size",
-    f"{TRAIN} --fresh": "--folder",
+    f"{TRAIN} --batch 0": "at least 1",
+    f"{TRAIN} --limit much": "'much' is not a size",
     f"{TRAIN} --parallel pipeline": "unknown --parallel 'pipeline'; known: ddp, fsdp, ring",
     f"{TRAIN} --processes 2": "--processes goes with --parallel ddp, fsdp or ring",
-    f"{DDP} --contiguous": "--contiguous goes with --parallel ring",
-    f"{RING} --cpu-offload": "--cpu-offload goes with --parallel fsdp",
     f"{TRAIN} --parallel ring": "say how many processes",
-    f"{RING} --policy bfloat16": "neither with --policy nor with float16",
-    f"{RING} --dtype float16": "neither with --policy nor with float16",
     f"{RING} --data source": "packs several documents into a sequence",
     f"{RING} --attention sdpa_flash": "--attention 'sdpa_flash': a ring has auto, ",
     f"{DDP} --attention flesh": "flesh",

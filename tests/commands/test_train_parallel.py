@@ -1,6 +1,7 @@
 """`labsupport train --parallel`, run as the program runs it."""
 
 import re
+import shutil
 import signal
 import sys
 from functools import partial
@@ -10,10 +11,10 @@ import pytest
 
 from tests.commands.program import program
 
-SMALL = ["--layers", 1, "--width", 32, "--heads", 2, "--length", 126, "--data", "records"]
+SMALL = ["--preset", "1x32", "--length", 126, "--data", "records"]
 
 
-train = partial(program, "train", *SMALL, "--device", "cpu", "--quiet")
+train = partial(program, "train", *SMALL, "--device", "cpu")
 
 
 COURSE = ["--steps", 3, "--accumulation", 3, "--learning-rate", 3e-3]
@@ -34,12 +35,10 @@ def on_a_rank(arguments):
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        (["ring", "--contiguous", "--attention", "native", "--loss-chunk", 50],
-         r"63 tokens of every sequence \(contiguous shards\)(?s:.*)native ran on 2 ranks"),
-        (["fsdp", "--cpu-offload"],
-         "fsdp: 2 ranks, 1.5 sequences a step for each; 1/2 of the model on each, in the CPU's"),
-        (["ddp", "--checkpoint-layers"],
-         "ddp: 2 ranks, 1.5 sequences a step for each; the whole model on each"),
+        (["ring", "--attention", "native", "--save-memory", "loss=50"],
+         r"ring: each sequence shared by 2 ranks(?s:.*)native ran on 2 ranks"),
+        (["fsdp", "--save-memory", "states"], "fsdp: sequences, and the model, shared by 2 ranks"),
+        (["ddp", "--save-memory", "checkpoint"], "ddp: sequences shared by 2 ranks"),
     ],
 )  # fmt: skip
 def test_two_ranks_under_torchrun_take_the_steps_of_one_process(
@@ -48,17 +47,18 @@ def test_two_ranks_under_torchrun_take_the_steps_of_one_process(
     arguments = [*COURSE, "--folder", tmp_path, "--parallel", *parallel]
     first, second = pool(2, joined=False).run(on_a_rank, arguments)
     alone, two = (pd.read_csv(folder / "history.csv") for folder in (one, tmp_path))
-    assert two["loss"].tolist() == pytest.approx(alone["loss"].tolist(), rel=1e-5)
-    assert two["grad_norm"].tolist() == pytest.approx(alone["grad_norm"].tolist(), rel=1e-4)
+    for column, close in (("loss", 1e-5), ("grad_norm", 1e-4), ("validation_loss", 1e-5)):
+        assert two[column].tolist() == pytest.approx(alone[column].tolist(), rel=close)
     assert two["tokens"].equals(alone["tokens"])  # what fills a ring's shards up is none
     assert re.search(said, first), first
     assert re.search(r"each rank  peak [\d.]+ MiB, [\d.]+ MiB\n", first)
+    assert re.search(r"sample +['\"]The ", first)
     assert second == ""
-    # The folder is a run of several processes now, and goes on as such only.
-    refused = train(*COURSE, "--folder", tmp_path, ok=False)
-    assert "holds a run of several processes" in str(refused.exception)
-    refused = train(*COURSE, "--folder", one, "--parallel", "ddp", "--processes", 2, ok=False)
-    assert "holds a run of one process" in str(refused.exception)
+    # One process goes on with the run of two.
+    shutil.rmtree(tmp_path / "step-000003")
+    train(*COURSE, "--folder", tmp_path)
+    again = pd.read_csv(tmp_path / "history.csv")
+    assert again["loss"].tolist() == pytest.approx(alone["loss"].tolist(), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -66,12 +66,12 @@ def test_two_ranks_under_torchrun_take_the_steps_of_one_process(
 def test_out_of_memory_names_the_rank_and_the_remedies(nobody_is_left):
     done = train(
         *("--parallel", "ring", "--processes", 1, "--length", "512K", "--steps", 1),
-        *("--memory-limit", "1500MiB", "--width", 128, "--attention", "native"),
+        *("--limit", "1500MiB", "--preset", "1x128", "--attention", "native"),
         ok=False,
     )
     assert done.exit_code == 1
     assert re.search(r"rank 0 of 1 failed: .*out of memory: .*limit of 1\.5 GiB", done.stderr)
-    assert "1. --loss-chunk 1024" in done.stderr
+    assert "1. --save-memory loss" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -119,7 +119,7 @@ def test_each_token_keeps_its_label_and_its_position_and_fillers_are_known(seqle
     assert [s.fillers for s in shards] == [int((s.labels == -100).sum()) for s in shards]
     assert sum(s.tokens.numel() - s.fillers for s in shards) == 2 * seqlen
     whole = [torch.cat([getattr(s, name) for s in shards], 1) for name in ("tokens", "labels")]
-    positions = torch.cat([s.positions for s in shards], 1).expand_as(whole[0])
+    positions = torch.cat([s.positions for s in shards], -1).expand_as(whole[0])
     counted = whole[1] != -100
     assert sorted(whole[0][counted].tolist()) == list(range(2 * seqlen))
     assert torch.equal(whole[1][counted], whole[0][counted] + 1)

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, and a killed run continues exactly."""
 
 import os
+import shutil
 import signal
 import warnings
 from dataclasses import dataclass, replace
@@ -81,8 +82,7 @@ def test_float16_resumes_with_its_loss_scale_and_masters(tmp_path, by):
     assert resumed.losses == whole.losses
     assert [row.skipped for row in resumed] == [row.skipped for row in whole]
     assert any(row.skipped for row in whole)
-    master = Checkpoints(tmp_path).load_newest()["optimizer"]["masters"].get("head.weight")
-    assert by == "autocast" or master.dtype == torch.float32
+    assert ("master/head.weight" in Checkpoints(tmp_path).names()) == (by == "policy")
     pairs = zip(model.parameters(), unbroken.parameters(), strict=True)
     assert all(torch.equal(p, q) for p, q in pairs)
 
@@ -121,48 +121,54 @@ def test_another_run_is_refused_with_the_difference(tmp_path, settings, model, r
     assert {p.dtype for p in other.parameters()} == {torch.float32}
 
 
-def test_settings_that_change_no_weight_may_change_and_fresh_begins_anew(tmp_path):
-    first = quiet(Tiny(), one, TrainConfig(steps=4, decay_steps=9), folder=tmp_path)
+def test_settings_that_change_no_weight_may_change(tmp_path):
+    quiet(Tiny(), one, TrainConfig(steps=4, decay_steps=9), folder=tmp_path)
     other = TrainConfig(steps=6, decay_steps=9, checkpoint_every=1, keep=5)
     longer = quiet(Tiny(), one, other, folder=tmp_path)
     assert len(longer) == 6
     assert quiet(Tiny(), one, other, folder=tmp_path) == longer  # complete: left alone
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / ".step-000007.partial").write_text("left by a killed run")
-    rows = quiet(Tiny(), one, TrainConfig(3, 1e-3), folder=tmp_path, fresh=True).rows
-    assert [row.step for row in rows] == [0, 1, 2]
-    assert rows[0].loss == first.losses[0]
-    assert len(Checkpoints(tmp_path).paths()) == 1
+    (tmp_path / "partial-000007").mkdir()  # as a killed run leaves it
+    quiet(Tiny(), one, other, folder=tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("partial-*"))
 
 
 # --- the files ------------------------------------------------------------------------------------
 
 
-def state(step):
-    return {"step": step, "weights": torch.full((300,), float(step))}
+def state(value):
+    return {"weights": torch.full((300,), float(value))}
 
 
-def test_the_last_ones_are_kept_and_need_no_code(tmp_path):
+def test_the_last_ones_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.load_newest() is None
+    assert checkpoints.run() is None
     for step in (1, 2, 3, 10):
-        path = checkpoints.save(step, state(step))
+        checkpoints.save(step, state(step), {"done": step})
     assert [step_of(path) for path in checkpoints.paths()] == [10, 3]
-    assert checkpoints.load_newest()["step"] == 10
-    assert torch.load(path, weights_only=True)["weights"].eq(10).all()
+    assert checkpoints.run() == {"done": 10}
+    read = state(0)
+    checkpoints.load(read)
+    assert read["weights"].eq(10).all()
 
 
-def test_one_that_cannot_be_read_is_named_with_the_way_on(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    for step in (1, 3):
-        newest = checkpoints.save(step, state(step))
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "run.json"])
+def test_one_that_cannot_be_read_is_named_with_the_way_on(tmp_path, file):
+    settings = TrainConfig(steps=3, checkpoint_every=1)
+    quiet(Tiny(), one, settings, folder=tmp_path)
+    newest = tmp_path / "step-000003" / file
     os.truncate(newest, newest.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match=r"step-000003\.pt cannot be read"):
-        checkpoints.load_newest()
-    newest.unlink()
-    assert checkpoints.load_newest()["step"] == 1
+    with pytest.raises(CheckpointError, match=r"step-000003 cannot be read.*Delete it"):
+        quiet(Tiny(), one, settings, folder=tmp_path)
+    shutil.rmtree(newest.parent)
+    assert len(quiet(Tiny(), one, settings, folder=tmp_path)) == 3
+
+
+def test_a_folder_of_an_older_version_is_refused(tmp_path):
+    (tmp_path / "step-000200.pt").touch()
+    with pytest.raises(CheckpointError, match=r"older version of the lab \(step-\*\.pt\)"):
+        quiet(Tiny(), one, TrainConfig(steps=1), folder=tmp_path)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits files on POSIX systems")
@@ -170,18 +176,18 @@ def test_a_full_disk_leaves_the_older_ones_and_nothing_unfinished(tmp_path):
     import resource
 
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, state(1))
+    checkpoints.save(1, state(1), {"done": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
     try:
-        with pytest.raises((OSError, RuntimeError)):
-            checkpoints.save(2, {"weights": torch.zeros(2**20)})
+        with pytest.raises(CheckpointError, match="step 2 cannot be saved"):
+            checkpoints.save(2, {"weights": torch.zeros(2**20)}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert not list(tmp_path.glob(".step-*"))
-    assert checkpoints.load_newest()["step"] == 1
+    assert not list(tmp_path.glob("partial-*"))
+    assert checkpoints.run() == {"done": 1}
 
 
 def test_two_programs_cannot_train_in_one_folder_and_nothing_else_is_warned_of(tmp_path):

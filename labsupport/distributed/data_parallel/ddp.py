@@ -6,8 +6,8 @@ section 3.2; theory chapter 11). The first step has one bucket only, since there
 order gradients are done.
 """
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -16,17 +16,41 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from labsupport.distributed.data_parallel.run import (
-    Batches,
-    ParallelRun,
-    Share,
-    add_micro_batches,
-    check_settings,
-    make_optimizer,
-    run_steps,
-)
+from labsupport.distributed.data_parallel.costs import StateBytes, state_bytes
 from labsupport.distributed.process_group import RankInfo
-from labsupport.training.train import TrainConfig
+from labsupport.training.config import TrainConfig
+from labsupport.training.history import History, StepRow
+from labsupport.training.train import Batches, Trainer, check_weights
+
+
+@dataclass
+class ParallelRun:
+    """A finished run.
+
+    Attributes:
+        history: a row for each step, from the run's beginning. loss, grad_norm and tokens are those
+            of all ranks together; seconds and peak_bytes this rank's (before a resumption, rank
+            0's).
+        memory: stored by this rank after the last step, gradients included.
+        all_reduces: of each of this call's steps, DDP only: buckets that were all-reduced, and
+            their bytes (of which each rank sends 2 (W-1)/W).
+    """
+
+    history: History
+    memory: StateBytes
+    all_reduces: list[tuple[int, int]] = field(default_factory=list)
+
+
+def share_of(batches: Batches, info: RankInfo) -> Batches:
+    """Return this rank's part of a stream: micro-batches `rank`, `rank + world`, ... of each step.
+
+    All ranks together then take the same steps as one process with the whole stream, for any
+    number of ranks: a `torch.utils.data.DistributedSampler` for streams.
+
+    >>> stream = batches(documents, 512, end_token=256, accumulation=8)
+    >>> own = share_of(stream, info)  # of 2 ranks, 4 micro-batches each
+    """
+    return lambda step: list(batches(step))[info.rank :: info.world]
 
 
 @dataclass
@@ -66,7 +90,10 @@ def train_with_ddp(
     batches: Batches,
     settings: TrainConfig,
     *,
+    folder: Any = None,
+    run_config: Any = None,
     sync_every: bool = False,
+    on_step: Callable[[StepRow], None] | None = None,
     **options: Any,
 ) -> ParallelRun:
     """Train with AdamW on the process group that `setup_ddp` made; every rank calls this.
@@ -77,16 +104,18 @@ def train_with_ddp(
             over the labels that are not -100.
         batches: step -> THIS rank's micro-batches, none to `settings.gradient_accumulation_steps`.
             `share_of` deals out one stream.
-        settings: as for `labsupport.training.train`, without policy and float16.
+        settings: as for `labsupport.training.train`. With a policy the masters' gradients are
+            averaged, in float32, after the backward passes, and not by DDP.
+        folder, run_config: as for `labsupport.training.train.Trainer`. Any number of ranks may go
+            on with a run.
         sync_every: all-reduce after each micro-batch, as without no_sync(): to see what that costs.
-        options: folder, fresh, run_config, on_step, stop and progress, as for `run_steps`.
+        on_step, options: as for `Trainer.run`, validation among them: this rank's micro-batches.
 
     Returns:
         The run. Losses are means over the labels of all ranks; `all_reduces` counts.
 
     Raises:
-        RuntimeError: no process group.
-        ValueError: settings with a policy or float16. Others as `run_steps`.
+        RuntimeError: no process group. Others as `Trainer` and `Trainer.run`.
 
     >>> from labsupport.training import Decoder, DecoderConfig, TrainConfig, batches
     >>> from labsupport.distributed.data_parallel import share_of
@@ -97,27 +126,22 @@ def train_with_ddp(
     2
     >>> cleanup_ddp()
     """
-    info = RankInfo.current()
-    check_settings(model, settings)
-    model.to(info.device)
-    wrapped, counter = wrap(model)
-    optimizer = make_optimizer(model, settings)
+    info, counter = RankInfo.current(), AllReduces()
+    check_weights(model, settings.policy)
+    called: nn.Module = model.to(info.device)
+    if settings.policy is None:
+        called, counter = wrap(model)
+    trainer = Trainer(
+        called, settings, folder=folder, run_config=run_config, group=dist.group.WORLD,
+        device=info.device, sync_every=sync_every,
+    )  # fmt: skip
     counts: list[tuple[int, int]] = []
 
-    def communicating(last: bool) -> AbstractContextManager[Any] | None:
-        return None if sync_every or last else wrapped.no_sync()
-
-    def add_gradients(share: Share) -> Tensor:
-        # They are views of DDP's buckets: without them, no_sync() would have to hold others.
-        optimizer.zero_grad(set_to_none=False)
-        counter.calls = counter.nbytes = 0
-        loss = add_micro_batches(wrapped, share, info, settings, communicating)
+    def count(row: StepRow) -> None:
         counts.append((counter.calls, counter.nbytes))
-        return loss
+        counter.calls = counter.nbytes = 0
+        if on_step is not None:
+            on_step(row)
 
-    # A rank that communicates at each micro-batch needs as many of them as the others.
-    run = run_steps(
-        model, optimizer, batches, settings, add_gradients, same_number=sync_every, **options
-    )
-    run.all_reduces = counts
-    return run
+    history = trainer.run(batches, on_step=count, **options)
+    return ParallelRun(history, state_bytes(model, trainer.optimizer.optimizer), counts)

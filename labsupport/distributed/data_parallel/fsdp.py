@@ -14,7 +14,8 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -24,17 +25,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from labsupport.distributed.data_parallel.run import (
-    Batches,
-    ParallelRun,
-    Share,
-    add_micro_batches,
-    check_settings,
-    make_optimizer,
-    run_steps,
-)
+from labsupport.distributed.data_parallel.costs import state_bytes
+from labsupport.distributed.data_parallel.ddp import ParallelRun
 from labsupport.distributed.process_group import RankInfo, all_gather_object
-from labsupport.training.train import TrainConfig
+from labsupport.training.config import TrainConfig
+from labsupport.training.train import Batches, Trainer, check_weights
 
 
 def shard(
@@ -102,6 +97,8 @@ def train_with_fsdp(
     batches: Batches,
     settings: TrainConfig,
     *,
+    folder: Any = None,
+    run_config: Any = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
     cpu_offload: bool = False,
     **options: Any,
@@ -111,11 +108,12 @@ def train_with_fsdp(
     Args:
         model: the same on each rank, weights too, in float32 (or float64); sharded in place.
         batches: as for `train_with_ddp`. A rank with fewer than the others computes empty ones.
-        settings: as for `train_with_ddp`. With autocast in place of `mixed_precision` parameters
-            travel in float32.
+        settings: as for `train_with_ddp`, without a policy. With autocast in place of
+            `mixed_precision` parameters travel in float32.
+        folder, run_config: as for `train_with_ddp`: the two go on from each other's checkpoints.
         mixed_precision, cpu_offload: as for `shard`. bfloat16 with gradients added up in float32:
             `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
-        options: as for `train_with_ddp`. The two can go on from each other's checkpoints.
+        options: as for `Trainer.run`.
 
     Raises: as `train_with_ddp` and `shard`.
 
@@ -129,18 +127,14 @@ def train_with_fsdp(
     >>> cleanup_ddp()
     """
     info = RankInfo.current()
-    check_settings(model, settings)
-    sharded = shard(model, mixed_precision=mixed_precision, cpu_offload=cpu_offload)
-    optimizer = make_optimizer(model, settings)
+    check_weights(model, None)
     if mixed_precision is not None:
         dtypes = mixed_precision.param_dtype, mixed_precision.reduce_dtype
-        own = {"mixed_precision": [str(dtype) for dtype in dtypes]}
-        options["run_config"] = {**(options.get("run_config") or {}), **own}
-
-    def add_gradients(share: Share) -> Tensor:
-        optimizer.zero_grad()
-        return add_micro_batches(model, share, info, settings, sharded.set_requires_gradient_sync)
-
-    return run_steps(
-        model, optimizer, batches, settings, add_gradients, same_number=True, **options
-    )
+        run_config = {**(run_config or {}), "mixed_precision": [str(dtype) for dtype in dtypes]}
+    shard(model, mixed_precision=mixed_precision, cpu_offload=cpu_offload)
+    trainer = Trainer(
+        model, settings, folder=folder, run_config=run_config, group=dist.group.WORLD,
+        device=info.device,
+    )  # fmt: skip
+    history = trainer.run(batches, **options)
+    return ParallelRun(history, state_bytes(model, trainer.optimizer.optimizer))

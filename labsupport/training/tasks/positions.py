@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labsupport.attention.rotary import apply_rotary_emb
 from labsupport.training.config import IGNORED
 from labsupport.training.decoder import Decoder
 
@@ -29,18 +26,17 @@ def with_frequencies(model: Decoder, frequencies: Tensor, attention_factor: floa
             scores by its square (YaRN's temperature t is 1 / attention_factor^2).
     """
 
-    def turn(positions: Tensor) -> Callable[[Tensor], Tensor]:
+    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
         # Apple's GPUs have no float64.
-        angles = positions.cpu().unsqueeze(-1) * frequencies.detach().cpu().double()
+        turns = positions.cpu().unsqueeze(-1) * frequencies.detach().cpu().double()
         cos, sin = (
             (attention_factor * table).to(positions.device, torch.float32)
-            for table in (angles.cos(), angles.sin())
+            for table in (turns.cos(), turns.sin())
         )
-        interleaved = model.config.rope_interleaved
-        return partial(apply_rotary_emb, cos=cos, sin=sin, interleaved=interleaved)
+        return cos, sin
 
     other = copy.copy(model)
-    other.turn = turn  # type: ignore[method-assign]
+    other.angles = angles
     return other
 
 
