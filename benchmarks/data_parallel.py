@@ -20,6 +20,7 @@ import os
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -40,7 +41,6 @@ from labsupport.distributed.data_parallel.costs import (
 )
 from labsupport.distributed.data_parallel.ddp import AllReduces, wrap
 from labsupport.distributed.data_parallel.fsdp import shard
-from labsupport.distributed.data_parallel.run import clip_gradients, make_optimizer
 from labsupport.distributed.failures import is_lost
 from labsupport.distributed.launch import launch
 from labsupport.distributed.process_group import RankInfo, all_gather_object, cleanup_ddp, setup_ddp
@@ -55,10 +55,9 @@ from labsupport.distributed.sequence_parallel import shard_model
 from labsupport.profiling.grids import refusal
 from labsupport.profiling.provenance import command_line
 from labsupport.profiling.timing import Timing
-from labsupport.training import Decoder, DecoderConfig, MemoryOptions
-from labsupport.training.history import read_peak, reset_peak
+from labsupport.training import Decoder, DecoderConfig, MemoryOptions, TrainConfig
 from labsupport.training.sizes import parse_tokens
-from labsupport.training.train import TrainConfig
+from labsupport.training.train import Trainer
 
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp, offload", "ring")
 FEWEST, MOST = 3, 200  # steps that are timed, if --steps doesn't say
@@ -68,12 +67,12 @@ MEETING = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
-class Case:
+class Scaling:
     """One row of the table.
 
     strategy: of STRATEGIES. "single": each rank alone, nothing is sent. "fsdp, offload": shards and
         AdamW's states in the CPU's memory.
-    preset: the decoder's shape, as for `shape_of`.
+    preset: the decoder's shape, as for `DecoderConfig.preset`.
     world: number of ranks that take part, the first ones.
     length, batch: tokens (batch, length) of each micro-batch of each rank.
     micro_batches: of each step and rank.
@@ -115,7 +114,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def measure(options: Namespace) -> pd.DataFrame | None:
     for preset in options.presets:
-        shape_of(preset)  # an unknown one is refused before anything starts
+        DecoderConfig.preset(preset)  # an unknown one is refused before anything starts
     dtype = "bfloat16" if torch.cuda.is_available() and options.device != "cpu" else "float32"
     given = {name: getattr(options, name) for name in ("length", "batch", "attention")}
     chosen = list(
@@ -173,21 +172,6 @@ def show(table: pd.DataFrame, options: Namespace | None) -> str:
     return shown.to_string(index=False, na_rep="", float_format="{:.4g}".format)
 
 
-def shape_of(preset: str) -> DecoderConfig:
-    """Return a preset of `labsupport.training`, or GPT-2's shape as LAYERSxWIDTH.
-
-    >>> shape_of("48x1600").heads  # GPT-2 XL's size; heads of 64
-    25
-
-    Raises:
-        ValueError: neither.
-    """
-    layers, x, width = preset.partition("x")
-    if x and layers.isdigit() and width.isdigit():
-        return DecoderConfig(layers=int(layers), width=int(width), heads=max(1, int(width) // 64))
-    return DecoderConfig.preset(preset)
-
-
 def cases(
     presets: Sequence[str],
     worlds: Sequence[int],
@@ -195,14 +179,14 @@ def cases(
     accumulation: int,
     dtype: str,
     **shared: Any,
-) -> Iterator[Case]:
+) -> Iterator[Scaling]:
     """Yield every strategy on every number of ranks.
 
     The first preset also shows accumulation, with no_sync() (or its like) and without. `shared`
-    are further fields of `Case`.
+    are further fields of `Scaling`.
     """
     for preset, world, strategy in itertools.product(presets, worlds, strategies):
-        case = Case(strategy, preset, world, dtype=dtype, **shared)
+        case = Scaling(strategy, preset, world, dtype=dtype, **shared)
         yield case
         if accumulation > 1 and preset == presets[0]:
             yield replace(case, micro_batches=accumulation)
@@ -211,7 +195,7 @@ def cases(
 
 
 def measure_scaling(
-    chosen: Sequence[Case],
+    chosen: Sequence[Scaling],
     *,
     steps: int | None = None,
     warmup: int = 3,
@@ -240,7 +224,7 @@ def measure_scaling(
     alone: dict[str, float] = {}  # milliseconds of a step of one rank, by preset
     began = time.monotonic()
 
-    def attempt(case: Case) -> runner.Row:
+    def attempt(case: Scaling) -> runner.Row:
         # Ranks' clocks differ: rank 0 decides.
         if all_gather_object(time.monotonic() - began > seconds, meeting)[0]:
             return {"status": "not tried", "reason": f"{seconds:g} s were over"}
@@ -282,10 +266,14 @@ def measure_scaling(
 
 
 def measure_case(
-    case: Case, group: dist.ProcessGroup, info: RankInfo, *, steps: int | None, warmup: int
+    case: Scaling, group: dist.ProcessGroup, info: RankInfo, *, steps: int | None, warmup: int
 ) -> dict[str, Any]:
     """Measure one rank of `group`: milliseconds of each step; bytes; all-reduces of one step."""
-    device, bfloat16, config = info.device, case.dtype == "bfloat16", shape_of(case.preset)
+    device, bfloat16, config = (
+        info.device,
+        case.dtype == "bfloat16",
+        DecoderConfig.preset(case.preset),
+    )
     # The loss in chunks, or logits would be most of the memory.
     residual = torch.bfloat16 if bfloat16 else None
     savings = MemoryOptions(attention=case.attention, loss_chunk=1024, residual=residual)
@@ -295,73 +283,55 @@ def measure_case(
     torch.manual_seed(1 + info.rank)  # other tokens on each
     tokens = torch.randint(config.vocab_size, (case.batch, case.length + 1), device=device)
     tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    counter, sync, add_up = AllReduces(), lambda last: None, lambda: None
-    called: Any = model
+    batch: Any = {"tokens": tokens, "labels": labels}
+    counter, called, around = AllReduces(), model, nullcontext()
     if case.strategy == "ddp":
-        wrapped, counter = wrap(model, group)
-        called = wrapped
-
-        def sync(last: bool) -> None:
-            wrapped.require_backward_grad_sync = case.sync_every or last  # what no_sync() sets
-
+        called, counter = wrap(model, group)
     elif case.strategy.startswith("fsdp"):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else None
         mesh = DeviceMesh.from_group(group, device.type)
         offload = case.strategy == "fsdp, offload"
-        sharded = shard(model, mixed_precision=policy, cpu_offload=offload, mesh=mesh)
-
-        def sync(last: bool) -> None:
-            sharded.set_requires_gradient_sync(case.sync_every or last)
-
+        shard(model, mixed_precision=policy, cpu_offload=offload, mesh=mesh)
     elif case.strategy == "ring":
-        ring = shard_model(model, group=group)
-        add_up = ring.sum_gradients
+        around = shard_model(model, group=group)
         torch.manual_seed(1)  # all tokens are one sequence, which every rank has
         whole = torch.randint(config.vocab_size, (case.batch, case.world * case.length + 1))
-        part = ring.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]}).to(device)
-
-        def called(tokens: Any, labels: Any) -> Any:
-            return ring(part)
-
-    optimizer = make_optimizer(model, TrainConfig(steps=1))
-    autocast = bfloat16 and not case.strategy.startswith("fsdp")
+        batch = around.shard({"tokens": whole[:, :-1], "labels": whole[:, 1:]}).to(device)
+    autocast = torch.bfloat16 if bfloat16 and not case.strategy.startswith("fsdp") else None
+    settings = TrainConfig(MOST, gradient_accumulation_steps=case.micro_batches, autocast=autocast)
+    shares = None if case.strategy == "single" else group
     times: list[float] = []
-    while steps is None or len(times) < warmup + steps:
-        if len(times) == warmup:
-            reset_peak(device)
-            if steps is None:
-                slowest = max(all_gather_object(times[-1] if times else 1000.0, group))
-                steps = max(FEWEST, min(MOST, round(1000 / slowest)))
-        counter.calls = counter.nbytes = 0
-        info.barrier(group)
-        began = time.perf_counter()
-        # DDP's gradients are views of its buckets: they are set to zero, not thrown away.
-        optimizer.zero_grad(set_to_none=case.strategy != "ddp")
-        for micro_batch in range(1, case.micro_batches + 1):
-            sync(micro_batch == case.micro_batches)
-            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                loss = called(tokens, labels) / case.micro_batches
-            loss.backward()
-        add_up()
-        clip_gradients(model, 1.0)
-        optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1000 * (time.perf_counter() - began))
+    with around:
+        trainer = Trainer(
+            called, settings, group=shares, device=device, sync_every=case.sync_every,
+            one_sequence=case.strategy == "ring",
+        )  # fmt: skip
+        peak = 0
+        while steps is None or len(times) < warmup + steps:
+            if len(times) == warmup:
+                peak = 0
+                if steps is None:
+                    slowest = max(all_gather_object(times[-1] if times else 1000.0, group))
+                    steps = max(FEWEST, min(MOST, round(1000 / slowest)))
+            counter.calls = counter.nbytes = 0
+            info.barrier(group)
+            row = trainer.step(len(times), [batch] * case.micro_batches)
+            peak = max(peak, row.peak_bytes)
+            times.append(1000 * row.seconds)
     nan = float("nan")
     return {
         "times": times[warmup:],
-        "state": state_bytes(model, optimizer),
+        "state": state_bytes(model, trainer.optimizer.optimizer),
         # On a CPU the system knows the peak of the process's whole life only.
-        "peak": read_peak(device) if device.type == "cuda" else nan,
+        "peak": peak if device.type == "cuda" else nan,
         "all_reduces": counter.calls if case.strategy == "ddp" else nan,
         "all_reduced_bytes": counter.nbytes if case.strategy == "ddp" else nan,
     }
 
 
-def row_of(case: Case) -> dict[str, Any]:
+def row_of(case: Scaling) -> dict[str, Any]:
     """Return the columns that are known beforehand: the case, and what is predicted of it."""
-    config = shape_of(case.preset)
+    config = DecoderConfig.preset(case.preset)
     parameters, sent, ranks = config.parameters, 0.0, 1
     if case.strategy == "ddp":
         sent = ddp_bytes_sent(4 * parameters, case.world)
@@ -385,9 +355,9 @@ def row_of(case: Case) -> dict[str, Any]:
     }
 
 
-def ring_of(case: Case, single_ms: float) -> RingPrediction:
+def ring_of(case: Scaling, single_ms: float) -> RingPrediction:
     """Return the prediction of one layer's attention, of which one rank alone takes so long."""
-    config = shape_of(case.preset)
+    config = DecoderConfig.preset(case.preset)
     return predict_ring(
         case.world, case.batch * case.length, heads=config.heads,
         head_dim=config.width // config.heads, dtype=case.dtype, direction="forward+backward",
@@ -395,9 +365,9 @@ def ring_of(case: Case, single_ms: float) -> RingPrediction:
     )  # fmt: skip
 
 
-def predicted_ms(case: Case, alone_ms: float | None) -> float:
+def predicted_ms(case: Scaling, alone_ms: float | None) -> float:
     """Return a step's time as predicted from that of one rank alone; NaN without it."""
-    config, single = shape_of(case.preset), alone_ms or float("nan")
+    config, single = DecoderConfig.preset(case.preset), alone_ms or float("nan")
     if case.micro_batches > 1 or not alone_ms or case.strategy == "single":
         return single if case.micro_batches == 1 else float("nan")
     if case.strategy == "ddp":
@@ -415,7 +385,7 @@ def predicted_ms(case: Case, alone_ms: float | None) -> float:
     return single - own_ms + config.layers * ring.total_ms + summed
 
 
-def columns_of(case: Case, by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def columns_of(case: Scaling, by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the measured columns, from what each rank measured."""
     slowest = Timing(tuple(map(max, zip(*(rank["times"] for rank in by_rank), strict=True))))
     most = max(by_rank, key=lambda rank: rank["state"].total)

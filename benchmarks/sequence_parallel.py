@@ -23,24 +23,22 @@ import torch.distributed as dist
 
 from benchmarks import runner
 from benchmarks.data_parallel import on_all_ranks
-from labsupport.distributed.data_parallel.run import make_optimizer
 from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.distributed.ring import last_ring_call
 from labsupport.distributed.ring.kernels import KERNELS
 from labsupport.distributed.sequence_parallel import shard_length, shard_model
 from labsupport.profiling.grids import refusal
 from labsupport.profiling.timing import Timing
-from labsupport.training import PRESETS, Decoder, DecoderConfig
-from labsupport.training.history import read_peak, reset_peak
+from labsupport.training import PRESETS, Decoder, DecoderConfig, StepRow, TrainConfig
 from labsupport.training.planner import STRATEGIES
-from labsupport.training.train import TrainConfig
+from labsupport.training.train import Trainer
 
 # Around a ring attention takes all heads.
 NUMBERS = [n for n, strategy in enumerate(STRATEGIES) if strategy.savings.head_chunk is None]
 
 
 @dataclass(frozen=True)
-class Case:
+class RingStep:
     """One row of the table: a step of a preset's decoder, batch 1.
 
     kernel, layout ("zigzag", "contiguous"): of the ring. savings: a number in
@@ -78,12 +76,12 @@ def add_options(parser: ArgumentParser) -> None:
 
 def measure(options: Namespace) -> pd.DataFrame | None:
     chosen = itertools.product(options.lengths, options.kernels, options.layouts)
-    cases = [Case(options.preset, *one, options.savings) for one in chosen]
+    cases = [RingStep(options.preset, *one, options.savings) for one in chosen]
     function = partial(measure_cases, cases, options.repeats, options.max_seconds)
     return on_all_ranks(function, options, options.case_limit)
 
 
-def measure_cases(cases: Sequence[Case], *settings: Any, on_rows: Any = None) -> pd.DataFrame:
+def measure_cases(cases: Sequence[RingStep], *settings: Any, on_rows: Any = None) -> pd.DataFrame:
     """Measure cases on the process group that `setup_ddp` made; every rank calls this."""
     info = RankInfo.current()
     chosen = [
@@ -100,7 +98,7 @@ def show(table: pd.DataFrame, options: Namespace) -> str:
     return table.reindex(columns=columns).to_string(index=False, na_rep="")
 
 
-def row_of(case: Case, world: int) -> runner.Row:
+def row_of(case: RingStep, world: int) -> runner.Row:
     """Return the columns that are known beforehand."""
     strategy = STRATEGIES[case.savings]
     return asdict(case) | {
@@ -115,7 +113,7 @@ def row_of(case: Case, world: int) -> runner.Row:
     }
 
 
-def measure_case(case: Case, repeats: int = 3, max_seconds: float = 60.0) -> runner.Row:
+def measure_case(case: RingStep, repeats: int = 3, max_seconds: float = 60.0) -> runner.Row:
     """Measure training steps; every rank of the process group calls this.
 
     Args:
@@ -148,39 +146,32 @@ def measure_case(case: Case, repeats: int = 3, max_seconds: float = 60.0) -> run
     return {"status": "out of memory", "reason": reasons[0]} if reasons else row
 
 
-def _timed(case: Case, info: RankInfo, repeats: int, max_seconds: float) -> dict[str, Any]:
+def _timed(case: RingStep, info: RankInfo, repeats: int, max_seconds: float) -> dict[str, Any]:
     config, strategy = DecoderConfig.preset(case.preset), STRATEGIES[case.savings]
-    reset_peak(info.device)
     torch.manual_seed(0)
     # The ring is the attention; what else the strategy saves, it saves here too.
     model = Decoder(config, replace(strategy.savings, attention="auto")).to(info.device)
-    optimizer = make_optimizer(model, TrainConfig(1, 1e-4))
     tokens = torch.randint(
         config.vocab_size, (1, case.seqlen + 1), generator=torch.Generator().manual_seed(0)
     )
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-    seconds, losses, began = list[float](), list[float](), time.perf_counter()
+    settings = TrainConfig(repeats + 1, 1e-4, max_grad_norm=None, autocast=strategy.autocast)
+    seconds, rows, began = list[float](), list[StepRow](), time.perf_counter()
     with shard_model(model, zigzag=case.layout == "zigzag", kernel=case.kernel) as sharded:
-        while len(seconds) <= repeats:
+        trainer = Trainer(
+            model, settings, group=dist.group.WORLD, device=info.device, one_sequence=True
+        )
+        while len(rows) <= repeats:
             info.barrier()
             start = time.perf_counter()
-            optimizer.zero_grad(set_to_none=True)
-            shard = sharded.shard(batch).to(info.device)
-            dtype = strategy.autocast
-            with torch.autocast(info.device.type, dtype, enabled=dtype is not None):
-                part = sharded(shard, case.seqlen)
-            part.backward()
-            sharded.sum_gradients()
-            optimizer.step()
-            loss = part.detach().clone()
-            dist.all_reduce(loss)
-            losses.append(float(loss))  # waits for a GPU
+            rows.append(trainer.step(len(rows), [sharded.shard(batch)]))
             now = time.perf_counter()
             times = all_gather_object((now - start, now - began))
             seconds.append(max(step for step, _ in times))
             if len(seconds) > 1 and max(total for _, total in times) > max_seconds:
                 break
-    peaks, report = all_gather_object(read_peak(info.device)), last_ring_call()
+    peaks = all_gather_object(max(row.peak_bytes for row in rows))
+    report = last_ring_call()
     assert report is not None
     timing = Timing(tuple(1000 * step for step in seconds[1:]))
     # Per token, forward and backward: 6 operations for each weight of a matrix product.
@@ -195,5 +186,5 @@ def _timed(case: Case, info: RankInfo, repeats: int, max_seconds: float) -> dict
         "tflops": (attention + 6 * matrices * case.seqlen) / device_ms,
         "peak_memory_bytes": max(peaks),
         "peak_memory_by_rank": " ".join(map(str, peaks)),
-        "loss": losses[0],
+        "loss": rows[0].loss,
     }

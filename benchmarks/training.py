@@ -1,4 +1,4 @@
-"""Training steps of a decoder by length, remedy after remedy; and the longest that fit.
+"""Training steps of a decoder by length, for each memory saving; and the longest that fit.
 
 python -m benchmarks training --preset gpt2-small --lengths 2K,8K,32K --limit 16GiB
 python -m benchmarks training --preset gpt2-small --longest --limit 16GiB --save NAME
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     numbered = f"memory strategies, by number; {names}"
     # Recorded runs name the option --rungs.
     add("--strategies", "--rungs", type=some_of(NUMBERS), default=NUMBERS, help=numbered)
-    add("--plain", action="store_true", help="Transformers' own GPT-2, not the lab's remedies")
+    add("--plain", action="store_true", help="Transformers' own GPT-2, without the lab's savings")
     add("--limit", help="such as 16GiB")
     add("--longest", action="store_true", help="search the longest sequence under --limit (GPU)")
     add("--multiple", type=parse_tokens, default="1K", help="of which --longest finds a multiple")
@@ -97,11 +97,11 @@ def longest_that_trains(
     options: argparse.Namespace,
     make_model: Any = None,
 ) -> pd.DataFrame:
-    """Search the longest sequence whose step really runs under a limit, for each remedy.
+    """Search the longest sequence whose step really runs under a limit, for each memory saving.
 
     The search begins at the plan's answer; where there is no plan, it doubles the length. The row
     is that of the longest step that ran; the next longer one, of `multiple` tokens more, was out of
-    memory. A remedy that cannot run at all has the row that says why.
+    memory. One that cannot run at all has the row that says why.
 
     Raises:
         RuntimeError: the device is a CPU, whose memory cannot be limited for some steps

@@ -6,27 +6,27 @@ import pytest
 
 from benchmarks import data_parallel, sequence_parallel
 from benchmarks.__main__ import main
-from benchmarks.data_parallel import Case, measure_scaling, shape_of
+from benchmarks.data_parallel import Scaling, measure_scaling
 from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
 from labsupport.distributed.process_group import cleanup_ddp, setup_ddp
 from labsupport.training import PRESETS
 
 TINY = {"preset": "tiny", "length": 32}
-DDP = Case("ddp", **TINY, world=2)
+DDP = Scaling("ddp", **TINY, world=2)
 # By the name under which the tests look at its row.
 CHOSEN = {
-    "single": Case("single", **TINY, world=1),
+    "single": Scaling("single", **TINY, world=1),
     "ddp": DDP,
     "three": replace(DDP, micro_batches=3),
     "three, in sync": replace(DDP, micro_batches=3, sync_every=True),
-    "fsdp": Case("fsdp", **TINY, world=2),
-    "offload": Case("fsdp, offload", **TINY, world=2),
-    "ring": Case("ring", **TINY, world=2),
+    "fsdp": Scaling("fsdp", **TINY, world=2),
+    "offload": Scaling("fsdp, offload", **TINY, world=2),
+    "ring": Scaling("ring", **TINY, world=2),
     # Its embedding alone has 1.2 PiB, more than an address space.
     "too large": replace(DDP, preset="1x6400000000"),
-    "of four": Case("single", **TINY, world=4),
+    "of four": Scaling("single", **TINY, world=4),
 }
-RING = sequence_parallel.Case("tiny", 256, savings=3)
+RING = sequence_parallel.RingStep("tiny", 256, savings=3)
 
 
 def measured():
@@ -56,7 +56,7 @@ def test_all_ranks_have_one_table_whose_columns_mean_what_they_say_and_failures_
     assert row.keys() == CHOSEN.keys() - {"of four"}
     assert row["too large"].status == "out of memory"
     assert {found.status for name, found in row.items() if name != "too large"} == {"ok"}
-    parameters, ddp, fsdp = shape_of("tiny").parameters, row["ddp"], row["fsdp"]
+    parameters, ddp, fsdp = PRESETS["tiny"].parameters, row["ddp"], row["fsdp"]
     assert ddp.predicted_state_bytes == 16 * parameters == 2 * fsdp.predicted_state_bytes
     for one in (ddp, fsdp):
         assert one.state_bytes == pytest.approx(one.predicted_state_bytes, rel=0.005)

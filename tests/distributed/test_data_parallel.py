@@ -80,6 +80,12 @@ STREAMS = {
     "1 and 0": stream(1),
     "one without labels": stream(3, silent=[1]),  # rank 1's only one
 }
+VALIDATION = stream(3)(100)
+# Without gradients that overflow in float16; a policy keeps float32 masters.
+IN_16_BITS = {
+    "float16": replace(SETTINGS, autocast=torch.float16),
+    "policy": replace(SETTINGS, policy=FlashAttentionConfig.bfloat16()),
+}
 UNEVEN = {"ddp": ["2 and 1", "one without labels"], "fsdp": ["1 and 0", "one without labels"]}
 
 
@@ -87,11 +93,13 @@ UNEVEN = {"ddp": ["2 and 1", "one without labels"], "fsdp": ["1 and 0", "one wit
 
 
 def trained(how, *, stream="even", model=None, settings=SETTINGS, **options):
-    model, batches = model or decoder(), STREAMS[stream]
+    model, batches, info = model or decoder(), STREAMS[stream], RankInfo.current()
+    validation = VALIDATION
     if how is not train_with_ring:
-        batches = share_of(batches, RankInfo.current())
+        batches, validation = share_of(batches, info), VALIDATION[info.rank :: info.world]
     settings = replace(settings, gradient_accumulation_steps=2 * EACH)
-    run = how(model, batches, settings, progress=False, **options)
+    options |= {"validation": validation, "progress": False}
+    run = how(model, batches, settings, **options)
     weights = {
         name: (w.full_tensor() if isinstance(w, DTensor) else w).clone()
         for name, w in model.state_dict().items()
@@ -116,6 +124,11 @@ def first(folder):
         "fsdp, bfloat16": trained(fsdp, model=decoder().float(), **mixed),
         "refused": refusals(info),
     }
+    for how in (ddp, fsdp, ring):
+        for name, settings in IN_16_BITS.items():
+            if (how, name) != (fsdp, "policy"):
+                run, _ = trained(how, model=decoder().float(), settings=settings)
+                got[f"{how.__name__}, {name}"] = run
     for name, how in (("ddp", ddp), ("fsdp", fsdp)):
         got[f"{name}, odd"] = trained(how, model=decoder("odd"))
         for uneven in UNEVEN[name]:
@@ -186,11 +199,14 @@ def alone(stream="even", name="tied", dtype=torch.float64):
     """The steps of the loop on one device, with the micro-batches of all ranks."""
     model = decoder(name).to(dtype)
     settings = replace(SETTINGS, gradient_accumulation_steps=len(STREAMS[stream](0)))
-    return train(model, STREAMS[stream], settings, progress=False), model.state_dict()
+    options = {"validation": VALIDATION, "progress": False}
+    return train(model, STREAMS[stream], settings, **options), model.state_dict()
 
 
 def assert_same_run(got, expected, bound=1e-13):
     (run, got_weights), (history, weights) = got, expected
+    last, other = (rows.rows[-1].validation_loss for rows in (run.history, history))
+    assert last == pytest.approx(other, rel=bound)
     for column in ("loss", "grad_norm"):
         one, other = ([getattr(row, column) for row in rows] for rows in (run.history, history))
         assert one == pytest.approx(other, rel=bound)
@@ -220,6 +236,22 @@ def test_bfloat16_is_near_float32_and_not_float32(two):
         assert run.history.losses == pytest.approx(history.losses, rel=5e-3)
         assert run.history.losses != pytest.approx(history.losses, rel=1e-6)
         assert all(w.dtype == torch.float32 for w in weights.values())
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_16_bits_are_those_of_one_process_on_two_ranks_too(two, name):
+    """Loss scaling, and float32 masters; gradients are added up in float32."""
+    settings = replace(IN_16_BITS[name], gradient_accumulation_steps=2 * EACH)
+    model = decoder().float()
+    history = train(model, STREAMS["even"], settings, validation=VALIDATION, progress=False)
+    for rank in two:
+        runs = [run for case, run in rank.items() if case.endswith(f", {name}")]
+        assert len(runs) == (3 if name == "float16" else 2)
+        for run in runs:
+            assert run.history.losses == pytest.approx(history.losses, rel=2e-3)
+            norms = [[row.grad_norm for row in rows] for rows in (run.history, history)]
+            assert norms[0] == pytest.approx(norms[1], rel=2e-2)
+            assert not any(row.skipped for row in run.history)
 
 
 def parameter_bytes(model):
@@ -264,6 +296,24 @@ def test_a_run_goes_on_with_another_number_of_ranks_from_whole_checkpoints_only(
     assert [name for name in names if name != ".lock"] == ["step-000002", "step-000003"]
     for rank in ranks.run(third, folder):
         assert_same_run(rank, alone())
+
+
+def goes_on(folder, how, steps):
+    setup_ddp()
+    model, settings = decoder().float(), replace(SETTINGS, steps=steps)
+    return trained(HOW[how], model=model, settings=settings, folder=folder)[0].history.losses
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "ring"])
+def test_one_process_two_ranks_and_one_again_take_one_runs_steps(pool, how, tmp_path):
+    settings = replace(SETTINGS, gradient_accumulation_steps=2 * EACH)
+    options = {"folder": tmp_path, "progress": False}
+    train(decoder().float(), STREAMS["even"], replace(settings, steps=1), **options)
+    for losses in pool(2, joined=False).run(goes_on, tmp_path, how, 2):
+        assert len(losses) == 2
+    resumed = train(decoder(seed=1).float(), STREAMS["even"], settings, **options)
+    history, _ = alone(dtype=torch.float32)
+    assert resumed.losses == pytest.approx(history.losses, rel=1e-6)
 
 
 HOW = {"ddp": train_with_ddp, "fsdp": train_with_fsdp, "ring": train_with_ring}
