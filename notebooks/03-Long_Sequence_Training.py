@@ -898,9 +898,9 @@ except RuntimeError as error:
 
 
 # %% [markdown]
-# **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint file holds the weights, AdamW's
-# averages and the number of the step, which determines the random numbers. A new file replaces the old one only when
-# it is complete. On a CPU, a resumed run equals an uninterrupted one to the last bit:
+# **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint holds the weights, AdamW's averages
+# and the number of the step, which determines the random numbers. A new one replaces the old one only when it is
+# complete. On a CPU, a resumed run equals an uninterrupted one to the last bit:
 
 
 # %%

@@ -304,8 +304,9 @@ def train_here(options: TrainOptions) -> None:
         typer.echo(f"labsupport: {out_of_memory(error, options)}", err=True)
         raise typer.Exit(1) from None
     if rank == 0:
-        ring = last_ring_call()
-        call: Any = last_call() if ring is None else replace(ring, traffic=TOTAL)
+        call: Any = last_call()
+        if options.parallel == "ring" and (ring := last_ring_call()) is not None:
+            call = replace(ring, traffic=TOTAL)
         typer.echo(summary(history, call if taken else None, stored))
         if folder is not None:
             keep_curves(history, folder)

@@ -95,7 +95,8 @@ class DecoderConfig:
         layers, x, width = name.partition("x")
         if x and layers.isdigit() and width.isdigit():
             heads = max(1, int(width) // 64)
-            return cls(**{"layers": int(layers), "width": int(width), "heads": heads} | changes)
+            gpt2 = cls(layers=int(layers), width=int(width), heads=heads)
+            return replace(gpt2, **changes)
         if name not in PRESETS:
             raise ValueError(
                 f"there is no preset {name!r}; there are {', '.join(PRESETS)}, and LAYERSxWIDTH."

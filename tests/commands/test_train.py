@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import fields
 from functools import partial
 from threading import Thread
 
@@ -45,6 +46,15 @@ def test_it_prints_the_plan_and_the_result():
     assert done.stderr == ""
     frugal = "checkpoint,mlp=64,loss=100,residual,heads,offload"
     train("--steps", 1, "--dtype", "float16", "--save-memory", frugal)
+
+
+def test_the_command_has_eighteen_options_each_with_its_help():
+    help_text = program("train", "--help", env={"COLUMNS": "200"}).stdout
+    options = set(re.findall(r"^\W*(--[a-z-]+)", help_text, re.M)) - {"--help"}
+    named = {"--" + field.name.replace("_", "-") for field in fields(TrainOptions)}
+    assert options == named
+    assert len(options) == 18
+    assert "Resumes a run there" in help_text
 
 
 def test_options_that_save_memory_have_names_and_numbers():
