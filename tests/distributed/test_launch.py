@@ -220,7 +220,7 @@ def test_two_nodes_take_the_steps_of_one_process(python):
     done = [node.finish(100) for node in nodes]
     assert [node.returncode for node in done] == [0, 0], done
     printed = "".join(node.stdout for node in done)
-    assert "fsdp: 4 ranks" in printed
+    assert "shared by 4 ranks" in printed
     assert printed.count(" at step 0, ") == 1  # rank 0 speaks for all
     alone = python(*program, check=True).stdout
     assert losses(printed) == pytest.approx(losses(alone), abs=1.5e-3)  # three digits are printed
