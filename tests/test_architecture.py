@@ -1,6 +1,7 @@
-"""Imports go down only, and every optional package has one door."""
+"""Imports go down only, between rooms and between files; every optional package has one door."""
 
 import ast
+import graphlib
 from functools import cache
 from pathlib import Path
 
@@ -110,6 +111,21 @@ def misplaced_optional_imports(files: dict[str, str]) -> list[str]:
     return wrong
 
 
+def file_graph(files: dict[str, str]) -> dict[str, set[str]]:
+    """The files that each file imports, in functions too; a package's name is its __init__.py."""
+    home = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files
+    }
+    graph: dict[str, set[str]] = {path: set() for path in files}
+    for path, source in files.items():
+        for target, _ in imports(path, source):
+            while target and target not in home:
+                target = target.rpartition(".")[0]
+            if target and home[target] != path:
+                graph[path].add(home[target])
+    return graph
+
+
 @pytest.fixture(scope="module")
 def ours(project) -> dict[str, str]:
     files = [
@@ -123,6 +139,10 @@ def ours(project) -> dict[str, str]:
 
 def test_imports_go_down_only(ours):
     assert upward_imports(ours) == []
+
+
+def test_no_file_imports_itself_through_others(ours):
+    graphlib.TopologicalSorter(file_graph(ours)).prepare()  # CycleError names the files of a circle
 
 
 def test_an_optional_package_is_imported_in_one_place_and_lazily(ours):
