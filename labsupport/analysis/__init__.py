@@ -13,7 +13,6 @@ from labsupport.analysis.explorer import tile_explorer
 from labsupport.analysis.predictor import calibrate_run, predict, transfer
 from labsupport.analysis.tiles import tile_choices
 from labsupport.analysis.traffic import (
-    FastMemory,
     closed_form,
     count,
     fitting_blocks,
@@ -22,7 +21,6 @@ from labsupport.analysis.traffic import (
 )
 
 __all__ = [
-    "FastMemory",
     "calibrate_run",
     "closed_form",
     "count",

@@ -13,7 +13,6 @@ experiments/  one small experiment for each rule of the best-practice table
 """
 
 from labsupport.precision.autofix import (
-    PrecisionReport,
     PrecisionWarning,
     auto_fix_precision_for_flash_attention,
     safe_flash_attention,
@@ -34,7 +33,6 @@ __all__ = [
     "MixedPrecisionLayerNorm",
     "MixedPrecisionOptimizer",
     "MixedPrecisionRMSNorm",
-    "PrecisionReport",
     "PrecisionTracker",
     "PrecisionWarning",
     "apply_precision_policy",

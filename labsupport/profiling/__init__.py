@@ -23,10 +23,9 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "card": ["environment_card"],
-        "environment": ["diagnose"],
         "grids": ["Case", "errors_by_dtype", "grid", "run_grid"],
-        "hardware": ["detect_device", "hardware_table", "measured_ceilings"],
-        "memory": ["LargestTensor", "cap_gpu_memory", "largest_tensor", "measure_peak_memory"],
+        "hardware": ["hardware_table", "measured_ceilings"],
+        "memory": ["largest_tensor", "measure_peak_memory"],
         "runs": ["load_run", "save_run"],
         "tables": ["arithmetic_bound_ms", "readable", "score_mib", "speedup"],
         "timing": ["measure_ratio", "measure_time"],

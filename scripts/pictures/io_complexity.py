@@ -71,7 +71,7 @@ def tiles(axes):
     moved = (moved / 2**20).reindex(index=sides, columns=sides)
     axes.imshow(moved, origin="lower", cmap="Blues", norm=LogNorm(8, 300), aspect="auto")
     for row, column in itertools.product(range(len(sides)), repeat=2):
-        value = moved.iloc[row, column]
+        value = float(moved.to_numpy()[row, column])
         text = "" if math.isnan(value) else f"{value:.3g}"
         axes.text(column, row, text, ha="center", va="center", fontsize=10, color=(
             "white" if value > 100 else d.BLACK
