@@ -5,7 +5,24 @@ import torch
 
 from labsupport import checks
 from labsupport.attention import attention
-from labsupport.checks import (ex_1_1_textbook_attention, ex_1_3_online_softmax, ex_1_4_tiled_forward, ex_1_5_backward, ex_2_1_layout, ex_2_3_decoding_mask, ex_2_4_amdahl, ex_3_1_rotary, ex_3_2_chunked_loss, ex_3_4_merge, ex_3_5_zigzag, ex_3_6_data_parallel, ex_4_1_cost, ex_4_2_traffic, ex_4_4_predict, ex_4_5_choose)
+from labsupport.checks import (
+    ex_1_1_textbook_attention,
+    ex_1_3_online_softmax,
+    ex_1_4_tiled_forward,
+    ex_1_5_backward,
+    ex_2_1_layout,
+    ex_2_3_decoding_mask,
+    ex_2_4_amdahl,
+    ex_3_1_rotary,
+    ex_3_2_chunked_loss,
+    ex_3_4_merge,
+    ex_3_5_zigzag,
+    ex_3_6_data_parallel,
+    ex_4_1_cost,
+    ex_4_2_traffic,
+    ex_4_4_predict,
+    ex_4_5_choose,
+)
 from labsupport.checks.verdict import mistakes, mutant
 from labsupport.precision import FlashAttentionConfig
 from tests.checks.solutions import diagnosis, each, function, solution_source

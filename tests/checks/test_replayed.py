@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from labsupport import checks
-from labsupport.checks import (ex_1_4_tiled_forward, ex_3_2_chunked_loss, ex_4_1_cost, ex_4_4_predict, verdict)
+from labsupport.checks import (
+    ex_1_4_tiled_forward,
+    ex_3_2_chunked_loss,
+    ex_4_1_cost,
+    ex_4_4_predict,
+    verdict,
+)
 from labsupport.checks.verdict import judge, mutant
 from tests.checks.solutions import diagnosis
 

@@ -11,7 +11,7 @@ from labsupport import checks
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
-from labsupport.checks import (ex_4_3_triton_kernels as lab)
+from labsupport.checks import ex_4_3_triton_kernels as lab
 from labsupport.checks.verdict import mistakes
 from tests.checks.solutions import diagnosis, each, solution_source
 

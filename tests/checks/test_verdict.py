@@ -9,7 +9,15 @@ import torch
 from labsupport import checks
 from labsupport.analysis.roofline import case_of
 from labsupport.analysis.traffic import count
-from labsupport.checks import (ex_1_1_textbook_attention, ex_1_2_score_memory, ex_4_1_cost, ex_4_2_traffic, ex_4_4_predict, ex_4_5_choose, verdict)
+from labsupport.checks import (
+    ex_1_1_textbook_attention,
+    ex_1_2_score_memory,
+    ex_4_1_cost,
+    ex_4_2_traffic,
+    ex_4_4_predict,
+    ex_4_5_choose,
+    verdict,
+)
 from labsupport.checks.verdict import Mistake, judge, mistakes, mutant
 from labsupport.profiling import measure_peak_memory
 from labsupport.profiling.grids import Case, passes_of
