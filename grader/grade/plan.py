@@ -115,7 +115,9 @@ def _code_lines(source: str) -> list[str]:
         if isinstance(body := getattr(node, "body", None), list):
             kept = [one for one in body if not _is_docstring(one)]
             node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
-    lines = ast.unparse(tree).split("\n") if tree else []
+    lines: list[str] = []
+    with contextlib.suppress(RecursionError):  # a text that nobody has looked at
+        lines = ast.unparse(tree).split("\n") if tree else []
     return [line.strip() for line in lines if line.strip() not in ("", "pass")]
 
 

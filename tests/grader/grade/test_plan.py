@@ -79,7 +79,9 @@ def test_two_cells_of_one_exercise_run_both_and_carry_a_flag(plan, solved_folder
         ("def square(x, y=1):\n    return x * x", ["given lines changed"]),
         ("square = lambda x: x * x", ["given lines changed"]),
         ("no python", []),
+        ("x = 1" + " + 1" * 3000, []),
     ],
+    ids=range(6),
 )
 def test_given_lines_that_are_changed_or_gone_carry_a_flag(plan, square, kinds):
     assert [flag.kind for flag in plan(square).flags] == kinds
