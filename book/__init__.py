@@ -8,7 +8,7 @@ reading_order  which chapter belongs to which section, read from theory/README.m
 crosslinks     boxes with those links, on both sides; the way into JupyterLab
 glossary       terms that lead to the glossary, and show their meaning
 reference      functions from docstrings, commands from the program; code on other pages leads there
-figures        two figures to play with
+figures        the figure to play with
 assets         MathJax, fetched once; nothing else comes from outside, and nothing when it is read
 conf           Sphinx's settings
 """
