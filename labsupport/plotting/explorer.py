@@ -1,6 +1,6 @@
 """The score matrix: its weights, how it is cut into tiles, a map of block sizes, their traffic.
 
-`plot_tile_choices` takes what `labsupport.analysis.explorer.tile_choices` returned.
+`plot_tile_choices` takes what `labsupport.analysis.tiles.tile_choices` returned.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def grid(backends: Sequence[str], seqlens: Sequence[int], **axes: Any) -> list[C
 
 @dataclass(frozen=True)
 class Pass:
-    """FLOPs and compulsory bytes of one direction."""
+    """FLOPs of one direction, and bytes that a fused kernel must move: each tensor once."""
 
     flops: float
     bytes: int
@@ -169,11 +169,6 @@ def passes_of(case: Case, window_size: tuple[int, int] = NO_WINDOW) -> list[Pass
         return [forward]
     backward = Pass(10 * pairs * case.head_dim, 4 * of_q + 2 * of_k + 2 * of_dk + lse)
     return [forward, backward]
-
-
-def bytes_of(case: Case, window_size: tuple[int, int] = NO_WINDOW) -> int:
-    """Bytes that must pass between a fused kernel and the large memory: each tensor once."""
-    return sum(part.bytes for part in passes_of(case, window_size))
 
 
 # --- the runner ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from labsupport.attention import attention
 from labsupport.plotting import RoofLine, plot_roofline
 from labsupport.plotting.figure import alt_text
 from labsupport.profiling import grid, load_run
-from labsupport.profiling.grids import Case, bytes_of, passes_of
+from labsupport.profiling.grids import Case, passes_of
 from labsupport.profiling.hardware import Ceilings, find_spec
 
 H200 = find_spec("NVIDIA H200")
@@ -20,6 +20,10 @@ CPU = Ceilings("a CPU", 44.0, {"float32": 0.224, "bfloat16": 0.2})
 
 def flops_of(case, *window):
     return sum(part.flops for part in passes_of(case, *window))
+
+
+def bytes_of(case, *window):
+    return sum(part.bytes for part in passes_of(case, *window))
 
 
 @pytest.mark.parametrize(

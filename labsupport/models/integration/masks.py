@@ -65,6 +65,7 @@ class MaskDescription(torch.Tensor):
         end: keys from this slot on are not filled yet.
         padding: (batch, end) True for valid tokens, on the CPU; None when all are.
         packing: the same, ready for `attention_varlen`.
+        written: the visible pairs, once a function that needs them has written them out.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -92,6 +93,7 @@ class MaskDescription(torch.Tensor):
     end: int
     padding: Tensor | None
     packing: Packing | None
+    written: Tensor | None = None
 
     @classmethod
     def __torch_dispatch__(

@@ -220,7 +220,7 @@ def _own_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]
 def _written(mask: MaskDescription) -> Tensor | None:
     if mask.padding is None:
         return None
-    if "written" not in mask.__dict__:  # once per forward, not once per layer
+    if mask.written is None:  # once per forward, not once per layer
         pairs = visible_pairs(mask)
-        mask.__dict__["written"] = pairs | ~pairs.any(dim=-1, keepdim=True)
-    return mask.__dict__["written"]
+        mask.written = pairs | ~pairs.any(dim=-1, keepdim=True)
+    return mask.written
