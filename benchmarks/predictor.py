@@ -1,7 +1,6 @@
 """Record what a predictor is calibrated on and tested with: times, memory and ceilings of a device.
 
 python -m benchmarks predictor --threads 1 --save calibration-cpu
-python -m benchmarks predictor --save memory-h200           on a GPU
 
 Other programs slow a machine down for seconds or minutes. So the whole grid is measured in several
 passes, minutes apart, and inside a pass all calls of a shape take turns; `median_ms` is the median
@@ -25,7 +24,7 @@ import torch
 from tqdm.auto import tqdm
 
 from benchmarks.runner import Call, spread
-from labsupport.analysis.predictor.device import CPU_CACHE_MIB
+from labsupport.analysis.predictor import CPU_CACHE_MIB
 from labsupport.attention.backends import last_call
 from labsupport.profiling.grids import (
     DIRECTIONS,

@@ -149,7 +149,7 @@ def _stalls(ncu: str, backend: str) -> list[dict[str, Any]]:
     case = Case(backend, 4096, BATCH, HEADS, head_dim=HEAD_DIM, dtype="bfloat16")
     options = ["--clock-control", "none", "--profile-from-start", "off"]
     command = nsight.ncu_command(*options, "--section", "WarpStateStats", ncu=ncu)
-    program = [sys.executable, "-m", "labsupport.analysis.profile", json.dumps(asdict(case))]
+    program = [sys.executable, "-m", "labsupport.commands.profile", json.dumps(asdict(case))]
     return reasons(nsight.read_ncu(nsight.run([*command, *program])))
 
 

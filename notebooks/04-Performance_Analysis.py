@@ -1507,8 +1507,8 @@ checks.check_held_out(held_out_error, seed=43)
 predicted_error = None  # your guess, in percent
 
 # %%
-from labsupport.analysis.predictor.evaluate import with_predictions
-from labsupport.analysis.predictor.split import SPLITS, case_of
+from labsupport.analysis.predictor import SPLITS, with_predictions
+from labsupport.profiling.grids import case_of
 
 own_held_out = checks.solution_or_reference(
     held_out_error, checks.ex_4_4_predict.held_out_error, checks.check_held_out

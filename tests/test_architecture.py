@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import importlib.util
+import re
 from functools import cache
 from pathlib import Path
 
@@ -162,3 +164,10 @@ def test_every_command_has_a_file(project):
     names = {command.name for command in (*app.registered_commands, *app.registered_groups)}
     files = {path.stem for path in (project / "labsupport/commands").glob("*.py")} - {"__init__"}
     assert files == names - {"grade", "release"}
+
+
+def test_programs_that_are_started_by_name_are_there(ours):
+    called = re.compile(r'"-m", "((?:labsupport|benchmarks|grader)[.\w]*)"')
+    names = {name for source in ours.values() for name in called.findall(source)}
+    assert names
+    assert [name for name in names if importlib.util.find_spec(name) is None] == []

@@ -2,7 +2,8 @@
 
 traffic/          bytes between slow and fast memory, counted while the algorithms run
 roofline          FLOPs and bytes of a case, and the bound that the device's ceilings set
-predictor/        time and memory of a call from a device's ceilings and a short calibration
+predictor         time and memory of a call from a device's ceilings and a short calibration
+work              what a case makes a device do, counted for the predictor
 recommend         which backend for a workload, and why
 tiles             block sizes: which fit into a fast memory, and what they move
 explorer          the same, with controls to play with

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from labsupport.analysis.predictor import Model, OutOfRangeError, Prediction, predict
-from labsupport.analysis.predictor.memory import inputs_bytes
+from labsupport.analysis.work import tensor_bytes
 from labsupport.attention.implementations import Can, by_name
 from labsupport.profiling.grids import Case
 from labsupport.profiling.timing import format_ms
@@ -84,7 +84,9 @@ def recommend(workload: Case, model: Model, *, memory_gib: float | None = None) 
         except OutOfRangeError as problem:
             excluded[name] = str(problem)
             continue
-        needed = inputs_bytes(case) + (found.peak_memory_bytes or 0)
+        of_q, of_kv = tensor_bytes(case)  # a backward is also given the output's gradient
+        inputs = of_q * (1 if case.direction == "forward" else 2) + of_kv
+        needed = inputs + (found.peak_memory_bytes or 0)
         if needed > room:
             excluded[name] = f"needs {format_bytes(needed)}, there are {format_bytes(int(room))}"
         else:

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from labsupport.analysis.predictor.split import case_of
-from labsupport.profiling.grids import NO_WINDOW, Case, passes_of
+from labsupport.profiling.grids import NO_WINDOW, Case, case_of, passes_of
 from labsupport.profiling.hardware import Ceilings, HardwareSpec
 
 if TYPE_CHECKING:

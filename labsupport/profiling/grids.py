@@ -28,7 +28,7 @@ import functools
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -110,6 +110,15 @@ class Case:
     def flops(self) -> float:
         """Return the FLOPs of all passes."""
         return sum(part.flops for part in passes_of(self))
+
+
+def case_of(row: Mapping[Any, Any]) -> Case:
+    """Return the case of a row of a table of measurements."""
+    values = {field.name: row[field.name] for field in fields(Case) if field.name in row}
+    for name in {"seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim"} & set(values):
+        # A column with gaps is of floats; a gap leaves the case's default.
+        values[name] = int(values[name]) if values[name] == values[name] else 0
+    return Case(**dict[str, Any](values))
 
 
 def grid(backends: Sequence[str], seqlens: Sequence[int], **axes: Any) -> list[Case]:

@@ -4,9 +4,7 @@ import math
 
 import _draw as d
 
-from labsupport.analysis.predictor import calibrate_run
-from labsupport.analysis.predictor.evaluate import with_predictions
-from labsupport.analysis.predictor.predict import NINETY_PERCENT
+from labsupport.analysis.predictor import NINETY_PERCENT, calibrate_run, with_predictions
 from labsupport.analysis.roofline import Roof, roofline
 from labsupport.plotting import style
 from labsupport.profiling import load_run
@@ -140,7 +138,7 @@ def predicted(panels):
     return (
         "Held-out shapes: most within a few percent; the large errors are mostly short calls",
         "NVIDIA H200, bfloat16; lengths that no weight was fitted to (labsupport.analysis.predictor"
-        ", split.py). Filled: forward; hollow: with the backward.\nLeft: calls from Python, "
+        "). Filled: forward; hollow: with the backward.\nLeft: calls from Python, "
         "head_dim 64. Right: kernels replayed from a CUDA graph, head_dim 64 and 128.",
     )
 

@@ -6,30 +6,35 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from labsupport.analysis import predictor
 from labsupport.analysis.predictor import (
-    Device,
+    SPLITS,
     OutOfRangeError,
     calibrate,
     device_of_run,
+    divide,
+    non_negative_least_squares,
     predict,
     transfer,
+    with_predictions,
 )
-from labsupport.analysis.predictor.calibration import non_negative_least_squares
-from labsupport.analysis.predictor.evaluate import choices, with_predictions
-from labsupport.analysis.predictor.memory import peak_memory
-from labsupport.analysis.predictor.split import SHAPE, SPLITS, case_of, divide, recorded
-from labsupport.analysis.predictor.work import features, fused_bytes, makespan
 from labsupport.analysis.recommend import recommend
+from labsupport.analysis.work import Device, features, fused_bytes, makespan
 from labsupport.profiling.grids import Case
 from labsupport.profiling.runs import load_run
 
 CPU_RUN = "calibration-cpu"
+SHAPE = ["batch", "seqlen", "kv_seqlen", "heads", "kv_heads", "head_dim", "dtype", "causal"]
 CASE = Case("sdpa_cudnn", 2048, batch=4, heads=16, dtype="bfloat16")
 THREAD = Device("a thread", "cpu", 1, 10.0, {"float32": 1e-3}, 1.0)
 calibrated = functools.cache(predictor.calibrate_run)
+
+
+def timed(cases, ms, spread=0.0):
+    return pd.DataFrame({"case": cases, "ms": ms, "spread": spread})
 
 
 def sized(seqlen, **changes):
@@ -58,19 +63,19 @@ SLOW = [name for name in SPLITS if "peers" in name]
 )
 def test_held_out_shapes_are_not_read_and_predicted_within_the_targets(name):
     seen, held_out = divide(name)
-    shapes = [set(side[list(SHAPE)].itertuples(index=False)) for side in (seen, held_out)]
+    shapes = [set(side[SHAPE].itertuples(index=False)) for side in (seen, held_out)]
     assert shapes[0]
     assert not shapes[0] & shapes[1]
-    assert len(seen) + len(held_out) == len(recorded(name))
+    recorded = load_run(name.split(":")[0])
+    assert len(seen) + len(held_out) == (recorded.status == "ok").sum()
     on_cpu, table = name == CPU_RUN, table_of(name)
     if on_cpu:
-        device = device_of_run(name)
-        assert calibrate(seen.case, seen.ms, device, spreads=seen.spread) == calibrated(name)[0]
+        assert calibrate(seen, device_of_run(name)) == calibrated(name)[0]
     assert len(table) >= (20 if on_cpu else 40)
     assert table.error.abs().mean() <= (0.2 if on_cpu else 0.1)
     assert table.covered.mean() >= 0.85
     if name == "attention-h200":
-        assert table.memory_error.abs().fillna(1).mean() <= 0.05
+        assert table.memory_error.abs().fillna(1).max() <= 0.03
 
 
 H200_RUNS = [name for name in SPLITS if "h200" in name]
@@ -78,9 +83,12 @@ H200_RUNS = [name for name in SPLITS if "h200" in name]
 
 @pytest.mark.parametrize("names", [pytest.param(H200_RUNS, marks=pytest.mark.slow), [CPU_RUN]])
 def test_19_of_20_choices_are_within_5_percent_of_the_best(names):
-    cost = np.concatenate([choices(table_of(name)).times_best for name in names])
+    cost = []
+    for name in names:
+        for _, group in table_of(name).groupby([*SHAPE, "direction"]):
+            cost.append(group.ms[group.predicted_ms.idxmin()] / group.ms.min())
     assert len(cost) >= 20
-    assert (cost <= 1.05).mean() >= 0.95
+    assert np.mean(np.array(cost) <= 1.05) >= 0.95
 
 
 def test_what_is_too_far_from_the_calibrated_lengths_is_left_out():
@@ -153,7 +161,7 @@ def test_weights_that_made_the_times_are_found_again(h200):
         work = sum(made[name] * found[name] for name in made if name != "launch")
         return math.hypot(made["launch"], work)  # starting and work overlap
 
-    model = calibrate(cases, map(ms, cases), h200.device)
+    model = calibrate(timed(cases, [ms(case) for case in cases]), h200.device)
     other = sized(4096, causal=True)
     assert predict(other, model).ms == pytest.approx(ms(other), rel=0.02)
 
@@ -164,12 +172,12 @@ def test_a_noisy_measurement_counts_less_and_two_are_too_few(h200):
     right = times[0]
     times[0] *= 4  # an odd one
     trusted, doubted = (
-        predict(sized(512), calibrate(cases, times, h200.device, spreads=spreads)).ms
-        for spreads in (None, [1.0, 0, 0, 0, 0])
+        predict(sized(512), calibrate(timed(cases, times, spread), h200.device)).ms
+        for spread in (0.0, [1.0, 0, 0, 0, 0])
     )
     assert abs(doubted - right) < abs(trusted - right)
     with pytest.raises(ValueError, match="at least 3 are needed, of: sdpa_cudnn bfloat16 forward"):
-        calibrate(cases[:2], times[:2], h200.device)
+        calibrate(timed(cases[:2], times[:2]), h200.device)
 
 
 # --- predictions --------------------------------------------------------------------------------
@@ -227,22 +235,25 @@ def test_backends_that_need_a_newer_gpu_are_left_out_and_unknown_gpus_refused(h2
         transfer(replace(h200, device=THREAD), "H200")
 
 
-# --- peak memory by formula -----------------------------------------------------------------------
+# --- peak memory --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("run", "off"), [("attention-h200", 0.035), ("memory-h200", 0)])
-def test_memory_formulas_are_right_on_the_h200_and_exact_for_few_and_for_grouped_heads(run, off):
-    table = load_run(run)
-    units = table.attrs["provenance"].get("units", 1)
-    for _, row in table[table.status == "ok"].iterrows():
-        rel = off or (1e-4 if row.backend == "sdpa_efficient" else 0)
-        formula = peak_memory(case_of(row), units)
-        assert formula == pytest.approx(row.peak_memory_bytes, rel=rel), row.to_dict()
+def test_memory_is_results_and_multiples_of_what_a_case_holds(h200):
+    case = sized(2048, backend="standard")
+    out, scores = 4 * 2048 * 16 * 64 * 2, 4 * 16 * 2048**2 * 2
+    for changes, expected in (
+        ({}, 2 * out + 2 * scores),  # the output, and the copy of v that a batch takes
+        ({"causal": True}, 2 * out + 2 * scores + 2048**2),
+        ({"direction": "forward+backward"}, 4 * out + 4 * scores),
+        ({"backend": "fa4"}, out),
+    ):
+        found = predict(replace(case, **changes), h200).peak_memory_bytes
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_backend_without_a_memory_formula_is_predicted_without_memory(h200):
-    fits = {("fa2", *key[1:]): fit for key, fit in h200.fits.items() if key[0] == "sdpa_flash"}
-    assert predict(replace(CASE, backend="fa2"), replace(h200, fits=fits)).peak_memory_bytes is None
+def test_without_measured_memory_none_is_predicted(h200):
+    model = calibrate(timed([sized(n) for n in (512, 1024, 2048)], [1.0, 2, 3]), h200.device)
+    assert predict(CASE, model).peak_memory_bytes is None
 
 
 # --- which backend for a workload -----------------------------------------------------------------

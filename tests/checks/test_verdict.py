@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from labsupport import checks
-from labsupport.analysis.roofline import case_of
 from labsupport.analysis.traffic import count
 from labsupport.checks import (
     ex_1_1_textbook_attention,
@@ -20,7 +19,7 @@ from labsupport.checks import (
 )
 from labsupport.checks.verdict import Mistake, judge, mistakes, mutant
 from labsupport.profiling import measure_peak_memory
-from labsupport.profiling.grids import Case, passes_of
+from labsupport.profiling.grids import Case, case_of, passes_of
 from labsupport.profiling.runs import load_run
 from labsupport.training import Decoder, DecoderConfig, MemoryOptions
 from tests.checks.solutions import diagnosis, function, solution_source

@@ -26,7 +26,9 @@ import functools
 import heapq
 from dataclasses import dataclass
 
-from labsupport.analysis.predictor.device import Device
+import torch
+
+from labsupport.attention.flash_torch import _block_sizes
 from labsupport.attention.masks import AttentionMask
 from labsupport.profiling.grids import ITEMSIZE, Case
 
@@ -34,78 +36,83 @@ from labsupport.profiling.grids import ITEMSIZE, Case
 # (FlashAttention-3 paper, section 3.1). 1.7 GHz stands for the clock of all GPUs.
 EXPONENTIALS_PER_SECOND = 16 * 1.7e9
 
-FUSED = ("launch", "matmul", "exp", "edge", "memory")
+LOOP = ("launch", "tiles", "matmul", "scores", "mask")
 STORED = ("launch", "matmul", "scores", "spill", "mask")
-# Features of a backend, and the side of a fused one's tiles: 128 is what the libraries' kernels for
-# Ampere and newer come close to at head_dim 64 and 128; the memory-efficient kernel takes 64.
-PLANS: dict[str, tuple[tuple[str, ...], int]] = {
-    "fa4": (FUSED, 128),
-    "sdpa_cudnn": (FUSED, 128),
-    "fa2": (FUSED, 128),
-    "sdpa_flash": (FUSED, 128),
-    "sdpa_efficient": (FUSED, 64),
-    "xformers": (FUSED, 64),
-    "flex": (FUSED, 128),
-    "flash_gluon": (FUSED, 128),
-    "flash_triton": (FUSED, 128),
-    "flash_torch": (("launch", "tiles", "matmul", "scores", "mask"), 0),
-    "sdpa_math": (STORED, 0),
-    "standard": (STORED, 0),
-}
+FUSED = ("launch", "matmul", "exp", "edge", "memory")
+FEATURES = {"flash_torch": LOOP, "sdpa_math": STORED, "standard": STORED}  # others: FUSED
+# Side of a fused kernel's tiles: 128 is what the libraries' kernels for Ampere and newer come close
+# to at head_dim 64 and 128; the memory-efficient kernel takes 64.
+SIDES = {"sdpa_efficient": 64, "xformers": 64}
 
 
-def tile_sides(case: Case, device_kind: str) -> tuple[int, int]:
-    """(block_q, block_k) of a fused backend; (0, 0) for one that stores the scores."""
-    if case.backend == "flash_torch":
-        return _flash_torch_sides(case.batch * case.heads, device_kind)
-    if case.backend == "sdpa_flash" and device_kind == "cpu":
-        # PyTorch's CPU kernel: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
-        long = 256 if case.seqlen >= 768 else 64 if case.seqlen >= 192 else 32
-        return min(long, case.seqlen), min(512, case.kv_seqlen)
-    return PLANS[case.backend][1], PLANS[case.backend][1]
+@dataclass(frozen=True)
+class Device:
+    """Ceilings and size of a device.
+
+    name: as the driver or the operating system reports it, or the row's name in hardware.csv.
+    kind: "cuda" or "cpu".
+    units: multiprocessors, or threads that compute.
+    copy_gb_s: bytes read plus written a second, in 10^9.
+    matmul_tflops: by dtype name, in 10^12 FLOPs a second.
+    memory_gib: what it holds.
+    cache_mib: the last cache that all units share.
+    compute_capability: of a GPU, as (major, minor).
+    specified: True where the rates come from a specification and not from a measurement.
+    """
+
+    name: str
+    kind: str
+    units: int
+    copy_gb_s: float
+    matmul_tflops: dict[str, float]
+    memory_gib: float
+    cache_mib: float = 0.0
+    compute_capability: tuple[int, ...] = (0, 0)
+    specified: bool = False
 
 
 def features(case: Case, device: Device) -> dict[str, float]:
-    """The features of a case on a device, by name: those of its backend's plan."""
+    """Return the features of a case on a device, by name: those of its backend's kind."""
     counts = _count(case, device.kind, device.units)
-    float32 = case.backend == "flash_torch" and case.dtype != "float64"
-    rate = (
-        device.matmul_tflops["float32" if float32 else case.dtype] * 1e9
-    )  # FLOPs in a millisecond
-    copied = device.copy_gb_s * 1e6  # bytes per ms
-    size = ITEMSIZE[case.dtype]
-    scores = counts.score_passes * (4 if float32 else size) / copied
+    wide = case.backend == "flash_torch" and case.dtype != "float64"  # computes in float32
+    dtype = "float32" if wide else case.dtype
+    flops = device.matmul_tflops[dtype] * 1e9 / (2 * case.head_dim)  # products in a millisecond
+    copied = device.copy_gb_s * 1e6  # bytes in a millisecond
+    scores = counts.score_passes * ITEMSIZE[dtype] / copied
     # The part of S and P, over all heads, that the last cache does not hold.
-    matrix = case.batch * case.heads * case.seqlen * case.kv_seqlen * size
+    matrix = case.batch * case.heads * case.seqlen * case.kv_seqlen * ITEMSIZE[case.dtype]
     beyond_cache = max(0.0, 1 - device.cache_mib * 2**20 / (2 * matrix))
     every = {
         "launch": 1.0,
         "tiles": counts.tiles,
-        "matmul": 2 * case.head_dim * counts.products / rate,
+        "matmul": counts.products / flops,
         "exp": counts.exponentials / (EXPONENTIALS_PER_SECOND * device.units) * 1e3,
         "memory": fused_bytes(case) / copied,
         "scores": scores,
         "spill": scores * beyond_cache,
-        "mask": counts.mask_passes * (4 if float32 else size) / copied,
-        "edge": 2 * case.head_dim * counts.edge_products / rate,
+        "mask": counts.mask_passes * ITEMSIZE[dtype] / copied,
+        "edge": counts.edge_products / flops,
     }
-    return {name: every[name] for name in PLANS[case.backend][0]}
+    return {name: every[name] for name in FEATURES.get(case.backend, FUSED)}
 
 
-def fused_bytes(case: Case) -> float:
-    """Bytes that a fused implementation reads and writes: inputs, results, and a sum of dQ.
+def tensor_bytes(case: Case) -> tuple[int, int]:
+    """Return the bytes of q (as many as of the output), and of k and v together."""
+    row = ITEMSIZE[case.dtype] * case.batch * case.head_dim
+    return case.seqlen * case.heads * row, 2 * case.kv_seqlen * case.kv_heads * row
+
+
+def fused_bytes(case: Case) -> int:
+    """Return the bytes that a fused implementation reads and writes.
 
     Forward: q, k, v read, out written. The backward reads them all again with dout and lse, writes
     dq, dk, dv, and sums dq in float32 (written and read once).
     """
-    size = ITEMSIZE[case.dtype]
-    queries = case.batch * case.seqlen * case.heads * case.head_dim
-    keys = case.batch * case.kv_seqlen * case.kv_heads * case.head_dim
-    rows = 4 * case.batch * case.heads * case.seqlen
-    forward = (2 * queries + 2 * keys) * size
+    of_q, of_kv = tensor_bytes(case)
     if case.direction == "forward":
-        return float(forward)
-    return float(forward + (4 * queries + 4 * keys) * size + 2 * 4 * queries + 4 * rows)
+        return 2 * of_q + of_kv
+    rows = 4 * case.batch * case.heads * case.seqlen
+    return 6 * of_q + 3 * of_kv + 2 * of_q * 4 // ITEMSIZE[case.dtype] + 4 * rows
 
 
 @dataclass(frozen=True)
@@ -120,21 +127,34 @@ class _Counts:
     edge_products: float = 0.0
 
 
+def _tile_sides(case: Case, device_kind: str) -> tuple[int, int]:
+    """Return (block_q, block_k)."""
+    if case.backend == "flash_torch":
+        # A tensor without memory is asked: only its leading dimensions and its device count.
+        device = "meta" if device_kind == "cuda" else "cpu"
+        like = torch.empty(case.batch * case.heads, 1, 1, device=device)
+        return _block_sizes(like, like, None, None)
+    if case.backend == "sdpa_flash" and device_kind == "cpu":
+        # PyTorch's CPU kernel: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
+        long = 256 if case.seqlen >= 768 else 64 if case.seqlen >= 192 else 32
+        return min(long, case.seqlen), min(512, case.kv_seqlen)
+    return (SIDES.get(case.backend, 128),) * 2
+
+
 @functools.lru_cache(maxsize=4096)
 def _count(case: Case, device_kind: str, units: int) -> _Counts:
     heads, both = case.batch * case.heads, case.direction == "forward+backward"
-    block_q, block_k = tile_sides(case, device_kind)
     # Where scores are stored: S written, scaled, softmax, P read are 6 passes; the backward's dP,
     # dS, and both once more for the products 8. Hiding scores reads and writes them.
     passes, mask_passes = (14, 4) if both else (6, 2)
-    if not block_q:
-        area = float(heads * case.seqlen * case.kv_seqlen)
+    if FEATURES.get(case.backend) == STORED:
+        area = heads * case.seqlen * case.kv_seqlen
         return _Counts(
             area * (6 if both else 2),
-            exponentials=area,
             score_passes=area * passes,
             mask_passes=area * mask_passes * case.causal,
         )
+    block_q, block_k = _tile_sides(case, device_kind)
     band = AttentionMask.of(case.seqlen, case.kv_seqlen, causal=case.causal)
     by_query, area, hidden = [], 0, 0
     for top in range(0, case.seqlen, block_q):
@@ -153,23 +173,22 @@ def _count(case: Case, device_kind: str, units: int) -> _Counts:
     if case.backend == "flash_torch":
         # One tile over all heads at a time, with every core or multiprocessor at work on it.
         return _Counts(
-            float(area * (7 if both else 2)),
-            tiles=float(sum(by_query) + both * sum(by_key)),
-            score_passes=float(area * passes),
-            mask_passes=float(hidden * mask_passes),
+            area * (7 if both else 2),
+            tiles=sum(by_query) + both * sum(by_key),
+            score_passes=area * passes,
+            mask_passes=hidden * mask_passes,
         )
     forward = makespan(tuple(by_query), heads, units) * units * block_q * block_k
     backward = makespan(tuple(by_key), heads, units) * units * block_q * block_k if both else 0.0
     return _Counts(
         2 * forward + 5 * backward,
         exponentials=forward + backward,
-        edge_products=float(hidden * (7 if both else 2)),
+        edge_products=hidden * (7 if both else 2),
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def makespan(costs: tuple[int, ...], copies: int, units: int) -> float:
-    """Time until `copies` times these blocks are done, if free units take the longest first.
+    """Return the time until `copies` times these blocks are done, the longest first.
 
     Args:
         costs: of the blocks of one head, in tiles.
@@ -191,13 +210,3 @@ def makespan(costs: tuple[int, ...], copies: int, units: int) -> float:
         for _ in range(copies):
             heapq.heapreplace(free_at, free_at[0] + cost)
     return float(max(free_at))
-
-
-def _flash_torch_sides(heads: int, device_kind: str) -> tuple[int, int]:
-    import torch
-
-    from labsupport.attention.flash_torch import _block_sizes
-
-    # A tensor without memory is asked: only its leading dimensions and its device count.
-    like = torch.empty(heads, 1, 1, device="meta" if device_kind == "cuda" else "cpu")
-    return _block_sizes(like, like, None, None)
