@@ -56,6 +56,7 @@ def run_standard(call: AttentionCall) -> Result:
     out, lse = masked_attention(
         q, k, v, causal=call.causal, softmax_scale=call.softmax_scale,
         window_size=call.window_size, alibi_slopes=slopes, return_lse=call.return_lse,
+        softcap=call.softcap,
     )  # fmt: skip
     return _from_math_layout(out, lse)
 
@@ -326,7 +327,7 @@ def flex_reasons(call: AttentionCall) -> list[str]:
 
 
 def run_flex(call: AttentionCall) -> Result:
-    """Run compiled FlexAttention: the band as a block mask, ALiBi as a change of each score."""
+    """Run compiled FlexAttention: the band as a block mask, ALiBi and softcap as a score_mod."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
@@ -338,7 +339,7 @@ def run_flex(call: AttentionCall) -> Result:
         masked = not band.unlimited or q.device.type == "cpu"
         result = _compiled_flex()(
             q, k, v, scale=call.scale, enable_gqa=call.heads != call.kv_heads,
-            score_mod=_alibi_score_mod(call) if call.alibi_slopes is not None else None,
+            score_mod=_score_mod(call),
             block_mask=_block_mask(band, q.device) if masked else None,
             return_aux=AuxRequest(lse=True) if call.return_lse else None,
         )  # fmt: skip
@@ -368,14 +369,23 @@ def _block_mask(band: AttentionMask, device: torch.device) -> Any:
     return create_block_mask(visible, None, None, band.seqlen_q, band.seqlen_k, device=str(device))
 
 
-def _alibi_score_mod(call: AttentionCall) -> Callable[..., Tensor]:
-    assert call.alibi_slopes is not None
-    slopes, offset = call.alibi_slopes.expand(call.q.shape[0], -1), call.band.offset
+def _score_mod(call: AttentionCall) -> Callable[..., Tensor] | None:
+    """The change of each score that FlexAttention compiles in: capped, then biased."""
+    softcap, offset = call.softcap, call.band.offset
+    if call.alibi_slopes is None:
+        return _capped(softcap) if softcap else None
+    slopes = call.alibi_slopes.expand(call.q.shape[0], -1)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score = softcap * torch.tanh(score / softcap) if softcap else score
         return score - slopes[b, h] * (i + offset - j).abs()
 
     return biased
+
+
+@cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    return lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
 
 
 # --- optional packages: their options' order differs from version to version, so by keyword -------
@@ -408,18 +418,22 @@ def run_fa2(call: AttentionCall) -> Result:
     return function(
         call.q, call.k, call.v, **_packed(call), softmax_scale=call.softmax_scale,
         causal=call.causal, window_size=tuple(call.window_size),
-        alibi_slopes=None if slopes is None else slopes.float(), return_attn_probs=True,
+        alibi_slopes=None if slopes is None else slopes.float(), softcap=call.softcap,
+        return_attn_probs=True,
     )[:2]  # fmt: skip
 
 
 def fa4_reasons(call: AttentionCall) -> list[str]:
     """Return what its release 4.0.0b36 computes wrongly, as this lab's tests found on an H200."""
+    reasons = []
+    if call.needs_grad and call.softcap:
+        reasons.append("its gradients with softcap were not compared with the oracle")
     if call.needs_grad and call.head_dim % 32:
-        return [
+        reasons.append(
             f"returns wrong gradients for head_dim {call.head_dim} (found with 4.0.0b36): "
             "right ones for multiples of 32"
-        ]
-    return []
+        )
+    return reasons
 
 
 def run_fa4(call: AttentionCall) -> Result:
@@ -433,7 +447,7 @@ def run_fa4(call: AttentionCall) -> Result:
     return function(
         call.q, call.k, call.v, **_packed(call), softmax_scale=call.softmax_scale,
         causal=call.causal and left is None, window_size=(left, 0 if limited else right),
-        return_lse=call.return_lse,
+        softcap=call.softcap, return_lse=call.return_lse,
     )  # fmt: skip
 
 

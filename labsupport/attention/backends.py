@@ -49,6 +49,7 @@ from labsupport.attention.inputs import (
     check_alibi_slopes,
     check_model_layout,
     check_packed_layout,
+    check_softcap,
     check_window,
 )
 
@@ -78,6 +79,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    softcap: float = 0.0,
     check_layout: bool = True,
 ) -> Result:
     """Attention in flash-attn's layout, by any backend that can run here.
@@ -94,6 +96,8 @@ def attention(
         alibi_slopes: (heads,) or (batch, heads); adds `-slope * |i + seqlen_k - seqlen_q - j|`.
         backend: a name from `available_backends()`, or "auto".
         return_lse: also return the log-sum-exp (not differentiable itself).
+        softcap: let no scaled score exceed it: `softcap * tanh(score / softcap)`; 0 means none.
+            ALiBi is added, and masks are applied, afterwards.
         check_layout: refuse inputs whose heads and seqlen look swapped: more than 128 heads, and
             more heads than keys. (Shorter swapped inputs look like right ones.)
 
@@ -110,7 +114,9 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     torch.Size([1, 16, 4, 8])
     """
-    call = AttentionCall(q, k, v, causal, softmax_scale, window_size, alibi_slopes, return_lse)
+    call = AttentionCall(
+        q, k, v, causal, softmax_scale, window_size, alibi_slopes, return_lse, softcap
+    )
     return _attend(call, backend, check_layout)
 
 
@@ -253,7 +259,8 @@ def _signature(call: AttentionCall, *rest: Any) -> tuple[Any, ...] | None:
             modes += tuple([x.data_ptr() % 16 == 0 for x in tensors])
     return (
         *[(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors],
-        *(call.causal, call.softmax_scale, call.window_size, call.return_lse, modes, *rest),
+        *(call.causal, call.softmax_scale, call.window_size, call.return_lse, call.softcap),
+        *(modes, *rest),
     )
 
 
@@ -266,6 +273,7 @@ def _check(call: AttentionCall, check_layout: bool) -> None:
         check_model_layout(call.q, call.k, call.v, check_layout=check_layout)
         sequences = call.q.shape[0]
     check_window(call.window_size)
+    check_softcap(call.softcap)
     check_alibi_slopes(call.alibi_slopes, sequences, call.heads)
 
 

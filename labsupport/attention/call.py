@@ -36,6 +36,7 @@ class AttentionOptions(TypedDict, total=False):
     window_size: tuple[int, int]
     alibi_slopes: Tensor | None
     return_lse: bool
+    softcap: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,8 @@ class AttentionCall:
     Attributes:
         q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim).
         k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
-        causal, softmax_scale, window_size, alibi_slopes, return_lse: as in `backends.attention`.
+        causal, softmax_scale, window_size, alibi_slopes, return_lse, softcap: as in
+            `backends.attention`.
         cu_seqlens_q, cu_seqlens_k: offsets of packed sequences, both or none.
         max_seqlen_q, max_seqlen_k: the longest packed sequence, where `for_kernels` has found it.
     """
@@ -58,6 +60,7 @@ class AttentionCall:
     window_size: tuple[int, int] = (-1, -1)
     alibi_slopes: Tensor | None = None
     return_lse: bool = False
+    softcap: float = 0.0
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
@@ -178,7 +181,8 @@ class AttentionCall:
             q, k, v = self.q[rows][None], self.k[cols][None], self.v[cols][None]
             own = slopes[i] if slopes is not None and slopes.ndim == 2 else slopes
             options = self.causal, self.softmax_scale, self.window_size, own, self.return_lse
-            yield rows, AttentionCall(q, k, v, *options) if k.shape[1] else None
+            call = AttentionCall(q, k, v, *options, softcap=self.softcap)
+            yield rows, call if k.shape[1] else None
 
 
 OPTIONS = tuple(field.name for field in fields(AttentionCall)[3:])

@@ -38,9 +38,10 @@ class Can(Enum):
     GRADIENT_ON_CPU = "gradients on a CPU"
     LSE_ON_CPU = "return_lse on a CPU"
     PACKED = "packed sequences (cu_seqlens)"
+    SOFTCAP = "softcap"
 
 
-EVERYTHING = frozenset(Can)
+USUAL = frozenset(Can) - {Can.SOFTCAP}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Limits:
     min_capability_bfloat16: tuple[int, int] = (0, 0)
     max_head_dim: int = 0
     head_dim_multiple: int = 1
-    can: frozenset[Can] = EVERYTHING
+    can: frozenset[Can] = USUAL
 
     def hardware_reasons(self, call: AttentionCall) -> list[str]:
         """Every reason why the device or the dtype excludes `call`."""
@@ -98,6 +99,7 @@ class Limits:
             Can.LSE: call.return_lse,
             Can.GRADIENT_ON_CPU: call.needs_grad and on_cpu,
             Can.LSE_ON_CPU: call.return_lse and on_cpu,
+            Can.SOFTCAP: call.softcap > 0,
         }
         if not call.packed:
             unequal = call.causal and call.band.offset != 0
@@ -221,7 +223,7 @@ BACKENDS: tuple[Backend, ...] = (
             min_capability=(9, 0),
             max_head_dim=256,
             head_dim_multiple=8,
-            can=EVERYTHING - {Can.ALIBI},
+            can=frozenset(Can) - {Can.ALIBI},
         ),
         missing=partial(
             adapters.missing,
@@ -235,9 +237,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="flash_gluon",
         description="this lab's FlashAttention for Hopper, in Gluon",
-        limits=Limits(
-            dtypes={"cuda": HALF_DTYPES}, min_capability=(9, 0), can=EVERYTHING - {Can.ALIBI}
-        ),
+        limits=Limits(dtypes={"cuda": HALF_DTYPES}, min_capability=(9, 0), can=USUAL - {Can.ALIBI}),
         missing=adapters.missing_gluon,
         kernel=adapters.gluon_kernel,
         takes_packed=True,
@@ -253,14 +253,19 @@ BACKENDS: tuple[Backend, ...] = (
             min_capability=(8, 0),
             max_head_dim=256,
             head_dim_multiple=8,
-            can=EVERYTHING - {Can.UNEQUAL_CAUSAL, Can.WINDOW, Can.ALIBI},
+            can=USUAL - {Can.UNEQUAL_CAUSAL, Can.WINDOW, Can.ALIBI},
         ),
         in_auto=_cudnn_in_auto,
     ),
     Backend(
         name="fa2",
         description=f"flash-attn 2: the authors' CUDA kernels ({TRIED['flash-attn']})",
-        limits=Limits(dtypes={"cuda": HALF_DTYPES}, min_capability=(8, 0), max_head_dim=256),
+        limits=Limits(
+            dtypes={"cuda": HALF_DTYPES},
+            min_capability=(8, 0),
+            max_head_dim=256,
+            can=frozenset(Can),
+        ),
         missing=partial(
             adapters.missing,
             "flash_attn.flash_attn_interface",  # flash-attn-4 also installs into `flash_attn`
@@ -277,7 +282,7 @@ BACKENDS: tuple[Backend, ...] = (
         limits=Limits(
             dtypes={"cpu": FLOAT_DTYPES, "cuda": HALF_DTYPES},
             min_capability=(8, 0),
-            can=EVERYTHING - {Can.ALIBI},
+            can=USUAL - {Can.ALIBI},
         ),
     ),
     _sdpa(
@@ -288,7 +293,7 @@ BACKENDS: tuple[Backend, ...] = (
             dtypes={"cuda": NOT_FLOAT64},
             min_capability=(5, 0),
             min_capability_bfloat16=(8, 0),
-            can=EVERYTHING - {Can.GROUPED_HEADS},
+            can=USUAL - {Can.GROUPED_HEADS},
         ),
     ),
     Backend(
@@ -299,7 +304,7 @@ BACKENDS: tuple[Backend, ...] = (
             min_capability=(7, 0),
             min_capability_bfloat16=(8, 0),
             head_dim_multiple=8,
-            can=EVERYTHING - {Can.WINDOW, Can.ALIBI, Can.GROUPED_HEADS},
+            can=USUAL - {Can.WINDOW, Can.ALIBI, Can.GROUPED_HEADS},
         ),
         missing=adapters.missing_xformers,
         kernel=_always("xformers.ops.memory_efficient_attention", adapters.run_xformers),
@@ -310,7 +315,7 @@ BACKENDS: tuple[Backend, ...] = (
         limits=Limits(
             dtypes={"cpu": NOT_FLOAT64, "cuda": NOT_FLOAT64},
             min_capability=(8, 0),
-            can=EVERYTHING - {Can.GRADIENT_ON_CPU, Can.LSE_ON_CPU, Can.PACKED},
+            can=frozenset(Can) - {Can.GRADIENT_ON_CPU, Can.LSE_ON_CPU, Can.PACKED},
         ),
         kernel=_always(
             "torch.nn.attention.flex_attention.flex_attention (compiled)", adapters.run_flex
@@ -350,14 +355,14 @@ BACKENDS: tuple[Backend, ...] = (
         io_aware=False,
         limits=Limits(
             dtypes={"cpu": FLOAT_DTYPES, "cuda": FLOAT_DTYPES},
-            can=EVERYTHING - {Can.LSE},
+            can=USUAL - {Can.LSE},
         ),
     ),
     Backend(
         name="standard",
         description="textbook attention: stores the scores and their softmax",
         io_aware=False,
-        limits=Limits(dtypes={"*": FLOAT_DTYPES}),
+        limits=Limits(dtypes={"*": FLOAT_DTYPES}, can=frozenset(Can)),
         kernel=_always("labsupport.attention.reference.masked_attention", adapters.run_standard),
     ),
 )

@@ -5,6 +5,8 @@ Every message names what was given, what was expected, and how to fix it.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -126,6 +128,15 @@ def check_window(window_size: object) -> None:
         raise AttentionInputError(
             "window_size is (left, right), two integers with -1 for 'no limit', but "
             f"{window_size!r} was given."
+        )
+
+
+def check_softcap(softcap: object) -> None:
+    """Check that a cap on the scores is a finite number, not below 0."""
+    number = isinstance(softcap, int | float) and not isinstance(softcap, bool)
+    if not number or not 0 <= softcap < math.inf:
+        raise AttentionInputError(
+            f"softcap is a finite number, 0 for none, but {softcap!r} was given."
         )
 
 

@@ -66,11 +66,12 @@ def masked_attention(
     window_size: tuple[int, int] = (-1, -1),
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Textbook attention with flash-attn's options: (output, lse (..., seqlen_q) or None)."""
     check_math_layout(q, k, v)
     band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=causal, window_size=window_size)
-    output, _, scores = _attention(q, k, v, None, band, softmax_scale, alibi_slopes)
+    output, _, scores = _attention(q, k, v, None, band, softmax_scale, alibi_slopes, softcap)
     return output, _log_sum_exp(scores) if return_lse else None
 
 
@@ -84,11 +85,12 @@ def oracle_attention(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The same mathematics, computed in float64 for inputs of any dtype.
 
-    Args: as `standard_attention`; `window_size` and `alibi_slopes` (broadcastable to the leading
-        dimensions) as in `labsupport.attention.attention`.
+    Args: as `standard_attention`; `window_size`, `softcap` and `alibi_slopes` (broadcastable to
+        the leading dimensions) as in `labsupport.attention.attention`.
 
     Returns:
         output (..., seqlen_q, head_dim) in float64, and the natural-log log-sum-exp of each row of
@@ -105,7 +107,7 @@ def oracle_attention(
         mask = mask.double()
     slopes = None if alibi_slopes is None else alibi_slopes.double()
     output, _, scores = _attention(
-        q.double(), k.double(), v.double(), mask, band, softmax_scale, slopes
+        q.double(), k.double(), v.double(), mask, band, softmax_scale, slopes, softcap
     )
     return output, _log_sum_exp(scores)
 
@@ -118,11 +120,14 @@ def _attention(
     band: AttentionMask,
     softmax_scale: float | None,
     alibi_slopes: Tensor | None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the weights, and the masked scores."""
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     # In place where autograd allows it: a reference should be no slower or larger than necessary.
     scores = (q @ k.mT).mul_(scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         everything = slice(0, band.seqlen_q), slice(0, band.seqlen_k)
         scores += alibi_bias(alibi_slopes, *everything, band.offset, scores.dtype)

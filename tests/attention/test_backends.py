@@ -59,6 +59,8 @@ CASES = [
     ("grouped", {"causal": True, "window_size": (9, -1)}),
     ("more keys", {"causal": True, "alibi_slopes": SLOPES}),
     ("one query", {"alibi_slopes": torch.stack([SLOPES, SLOPES / 2])}),
+    ("grouped", {"causal": True, "softcap": 2.0}),
+    ("square", {"window_size": (9, 4), "softcap": 0.5}),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -104,7 +106,7 @@ def test_every_backend_that_says_it_runs_obeys_the_error_rule(name, shape, optio
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:flex_attention called without torch.compile")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("shape", "options"), [CASES[0], CASES[6]])
+@pytest.mark.parametrize(("shape", "options"), [CASES[0], CASES[6], CASES[8]])
 def test_compiled_flex_attention_is_right(shape, options, device):
     inputs = [t.detach() for t in make_model_qkv(*SHAPES[shape], device=device)]
     options = {k: v.to(device) if k == "alibi_slopes" else v for k, v in options.items()}
@@ -122,7 +124,9 @@ def offsets(lengths):
 
 
 @on_every_backend
-@pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (3, -1)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "window_size": (3, -1)}, {"causal": True, "softcap": 0.5}]
+)
 def test_packed_sequences_never_see_each_other(name, options, device):
     lengths_q, lengths_k = [5, 0, 17, 3, 8], [5, 4, 20, 0, 2]
     dtype = torch.float32 if device == "cpu" else torch.float16

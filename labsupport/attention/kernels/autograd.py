@@ -137,7 +137,7 @@ def _outputs(q: Tensor, float32_out: bool = False) -> tuple[Tensor, Tensor]:
 # They take the names of kernels and the fields of a call.
 _SCHEMA_TYPES = {
     "Tensor": "Tensor", "Tensor | None": "Tensor?", "bool": "bool", "int": "int",
-    "float | None": "float?", "tuple[int, int]": "int[]",
+    "float": "float", "float | None": "float?", "tuple[int, int]": "int[]",
 }  # fmt: skip
 _CALL = ", ".join(f"{_SCHEMA_TYPES[str(x.type)]} {x.name}" for x in fields(AttentionCall))
 
