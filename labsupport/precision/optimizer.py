@@ -9,11 +9,13 @@ halved. (Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from labsupport.precision.dtypes import short
 from labsupport.precision.policy import FlashAttentionConfig
@@ -33,20 +35,24 @@ class MixedPrecisionOptimizer:
         options: the optimizer's own: lr, betas, weight_decay, ...
 
     A parameter that is already in the masters' dtype, or a wider one, is its own master. So under a
-    float32 policy this is the plain optimizer, bit for bit.
+    float32 policy this is the plain optimizer, bit for bit. A parameter's gradient is its master's,
+    in the same dtype: gradients of several backward passes add up there. To clip gradients call
+    `optimizer.clip_grad_norm_`, which knows the loss scale. `torch.nn.utils.clip_grad_norm_` does
+    the same where there is none; where there is one, the next step refuses what it has changed.
 
     Attributes:
         optimizer: the optimizer, for learning-rate schedulers.
         scaler: a `torch.amp.GradScaler`, or None if nothing is in float16.
 
     Raises:
-        ValueError: no parameter to train, one that is not the model's or comes twice, or float16
-            parameters without wider masters.
+        ValueError: no parameter to train, one that is not the model's or comes twice, float16
+            parameters without wider masters, an init_scale that is not above 0 and finite.
 
     >>> model = torch.nn.Linear(8, 10).bfloat16()  # or under a policy
     >>> optimizer = MixedPrecisionOptimizer(model, FlashAttentionConfig(), lr=1e-3)
     >>> logits = model(torch.randn(4, 8, dtype=torch.bfloat16))
     >>> optimizer.backward(compute_loss(logits, torch.arange(4)))
+    >>> norm = optimizer.clip_grad_norm_(1.0)
     >>> optimizer.step()
     True
     >>> optimizer.zero_grad()
@@ -65,7 +71,10 @@ class MixedPrecisionOptimizer:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._pairs: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._bits = torch.finfo(config.optimizer).bits
-        self._scaled = False  # the gradients come from backward(), which scales the loss
+        # The gradients after backward(), which scales the loss, as `_identity` tells them.
+        self._scaled: dict[str, tuple[int, int]] = {}
+        if not 0 < init_scale < math.inf:
+            raise ValueError(f"init_scale is {init_scale}, and must be above 0 and finite.")
         if groups is None:
             groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         wide = [
@@ -90,6 +99,7 @@ class MixedPrecisionOptimizer:
         master: Tensor = parameter
         if torch.finfo(dtype).bits > torch.finfo(parameter.dtype).bits:
             master = parameter.detach().to(dtype).requires_grad_()
+            parameter.grad_dtype = dtype
         elif parameter.dtype == torch.float16:
             raise ValueError(
                 f"{name} is float16 and needs masters in float32, not {short(dtype)}: gradients "
@@ -125,21 +135,49 @@ class MixedPrecisionOptimizer:
         Raises: as `backward`.
         """
         self._check()
-        self._scaled = True
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def collect_gradients(self) -> None:
-        """Move gradients of low-precision parameters to their masters, after each backward().
+        """Accept the parameters' gradients as their masters', after each backward()."""
+        for name, (parameter, master) in self._pairs.items():
+            master.grad = parameter.grad
+            if master.grad is not None:
+                self._scaled[name] = _identity(master.grad)
 
-        Several of them before a step add up in the masters' dtype, and the low-precision ones are
-        freed.
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients down, by one factor, so that their total norm is at most `max_norm`.
+
+        Call it after all of a step's backward passes. The norm is that of the gradients without the
+        loss scale, in float32 or wider. If a gradient is not finite, neither is the norm; `step`
+        leaves it out where there is a scaler.
+
+        Args:
+            max_norm: above 0; infinity only measures.
+
+        Returns:
+            The total norm before, a scalar.
+
+        Raises:
+            ValueError: max_norm is not above 0.
+            RuntimeError: as `step`.
         """
-        for parameter, master in self._pairs.values():
-            if master is not parameter and parameter.grad is not None:
-                # GradScaler refuses to unscale float16 gradients; and sums belong into float32.
-                gradient = parameter.grad.to(master.dtype)
-                master.grad = gradient if master.grad is None else master.grad + gradient
-                parameter.grad = None
+        if not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}, and must be above 0.")
+        masters = self._ready()
+        wide = [
+            gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            for master in masters
+            if (gradient := master.grad) is not None
+        ]
+        norm = nn.utils.get_total_norm(wide)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()  # each rank has the norm of its shards
+        norm = norm / self.scale
+        if max_norm < math.inf:
+            nn.utils.clip_grads_with_norm_(masters, max_norm, norm)
+            self.collect_gradients()
+        return norm
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -153,15 +191,8 @@ class MixedPrecisionOptimizer:
             RuntimeError: there is no gradient; under loss scaling, one that is not from `backward`,
                 or an old one; a policy was applied after this was built.
         """
-        self._check()
-        self.collect_gradients()
-        masters = [master for _, master in self._pairs.values() if master.grad is not None]
-        if not masters:
-            raise RuntimeError(
-                "no parameter has a gradient: call backward(loss) before step(). (If you did: were "
-                "the model's parameters replaced by new ones after this optimizer was built?)"
-            )
-        self._scaled = False
+        self._ready()
+        self._scaled.clear()
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -175,17 +206,17 @@ class MixedPrecisionOptimizer:
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, the model's and the masters' (which model.zero_grad() does not).
+        """Drop all gradients.
 
         With set_to_none=False set them to zero instead.
         """
-        self._scaled = not set_to_none  # zero is right at any scale
         for parameter, master in self._pairs.values():
-            for tensor in (parameter, master):
-                if set_to_none:
-                    tensor.grad = None
-                elif tensor.grad is not None:
-                    tensor.grad.zero_()
+            if set_to_none:
+                parameter.grad = master.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+        self._scaled.clear()
+        self.collect_gradients()  # zero is right at any scale
 
     def _masters(self) -> dict[str, Tensor]:
         return {n: m.detach() for n, (p, m) in self._pairs.items() if m is not p}
@@ -208,14 +239,26 @@ class MixedPrecisionOptimizer:
         Raises:
             ValueError: it is of other parameters, or of a policy with other dtypes.
         """
-        if different := sorted(state["masters"].keys() ^ self._masters().keys()):
+        here = self._masters()
+        theirs = state["masters"]
+        different = sorted(theirs.keys() ^ here.keys()) or [
+            f"{name} {tuple(theirs[name].shape)}"
+            for name in here
+            if theirs[name].shape != here[name].shape
+        ]
+        if different:
             raise ValueError(
                 "this state has other master weights than this optimizer: "
                 f"{', '.join(different[:5])}. Was it saved under the same policy?"
             )
-        for name, master in state["masters"].items():
-            self._pairs[name][1].copy_(master)
+        if (state["scaler"] is None) != (self.scaler is None):
+            raise ValueError(
+                "only one of this state and this optimizer scales losses. Was it saved under the "
+                "same policy?"
+            )
         self.optimizer.load_state_dict(state["optimizer"])
+        for name, master in theirs.items():
+            here[name].copy_(master)
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         self._write_weights()
@@ -226,21 +269,43 @@ class MixedPrecisionOptimizer:
             if master is not parameter:
                 parameter.copy_(master)
 
-    def _check(self) -> None:
-        """Raise if a parameter lost its master, or a gradient is not scaled."""
+    def _ready(self) -> list[Tensor]:
+        """Return the masters that have gradients to step with; raise if there are none."""
+        self._check(changed=True)
+        self.collect_gradients()
+        masters = [master for _, master in self._pairs.values() if master.grad is not None]
+        if not masters:
+            raise RuntimeError(
+                "no parameter has a gradient: call backward(loss) before step(). (If you did: were "
+                "the model's parameters replaced by new ones after this optimizer was built?)"
+            )
+        return masters
+
+    def _check(self, *, changed: bool = False) -> None:
+        """Raise if a parameter lost its master, or a gradient is not scaled, or was changed.
+
+        Between two backward passes DDP may put gradients elsewhere: that is no change.
+        """
         for name, (parameter, master) in self._pairs.items():
-            low = master is not parameter
-            if not low and torch.finfo(parameter.dtype).bits < self._bits:
+            if master is parameter and torch.finfo(parameter.dtype).bits < self._bits:
                 raise RuntimeError(
                     f"{name} is {short(parameter.dtype)} now and has no master: build the "
                     "optimizer after the policy is applied."
                 )
-            by_hand = low and parameter.grad is not None
-            unscaled = by_hand or (master.grad is not None and not self._scaled)
-            if self.scaler is not None and unscaled:
+            gradient = parameter.grad
+            if self.scaler is None or gradient is None:
+                continue
+            known = self._scaled.get(name)
+            if known is None or (changed and known != _identity(gradient)):
                 raise RuntimeError(
-                    f"{name} has a gradient that is not from optimizer.backward(loss), or that was "
-                    "used by a step before: it is not scaled, but a step would divide it by the "
-                    "scale. Call optimizer.backward(loss) in place of loss.backward(), and "
-                    "optimizer.zero_grad() after each step."
+                    f"{name} has a gradient that is not from optimizer.backward(loss), that was "
+                    "changed after it, or used by a step before: it is not scaled, but a step "
+                    "would divide it by the scale. Call optimizer.backward(loss) in place of "
+                    "loss.backward(), optimizer.clip_grad_norm_(max_norm) in place of "
+                    "torch.nn.utils.clip_grad_norm_, and optimizer.zero_grad() after each step."
                 )
+
+
+def _identity(gradient: Tensor) -> tuple[int, int]:
+    """Return what changes when a gradient is replaced, or changed in place."""
+    return id(gradient), gradient._version

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labsupport.precision import (
@@ -291,23 +290,18 @@ class Trainer:
                 losses.append(loss.detach())
                 loss = optimizer.scale_loss(loss * self.world)  # by 1, unless float16 needs more
                 loss.backward()
-            optimizer.collect_gradients()  # in float32, where weights are in 16 bits
+            optimizer.collect_gradients()
         if self.group is not None and not self.averages:
             self._average_gradients()
 
-        masters = list(optimizer.masters.values())
-        total_norm = nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
-        if isinstance(total_norm, DTensor):
-            total_norm = total_norm.full_tensor()  # each rank has the norm of its shards
-        total_norm = total_norm / optimizer.scale
-        loss, norm = float(self._sum(torch.stack(losses).sum())), float(total_norm)
+        limit = math.inf if settings.max_grad_norm is None else settings.max_grad_norm
+        norm = float(optimizer.clip_grad_norm_(limit))
+        loss = float(self._sum(torch.stack(losses).sum()))
         # Overflowing gradients are normal under loss scaling: the optimizer skips the step.
         overflow = math.isfinite(loss) and not math.isfinite(norm) and optimizer.scale > 1
         if not math.isfinite(loss + norm) and not overflow:
             optimizer.zero_grad()
             raise self._diverged(number, share, losses, loss, norm)
-        if not overflow and settings.max_grad_norm is not None:
-            nn.utils.clip_grads_with_norm_(masters, settings.max_grad_norm, total_norm)
         rate = learning_rate(number, settings)
         for group in optimizer.optimizer.param_groups:
             group["lr"] = rate
@@ -370,11 +364,12 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     def _average_gradients(self) -> None:
-        for master in self.optimizer.masters.values():
-            if master.grad is not None:
-                master.grad = master.grad.contiguous()
-                dist.all_reduce(master.grad, group=self.group)
-                master.grad /= self.world
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.contiguous()
+                dist.all_reduce(parameter.grad, group=self.group)
+                parameter.grad /= self.world
+        self.optimizer.collect_gradients()
 
     def _sum(self, own: Tensor) -> Tensor:
         """Add up a number over the ranks."""

@@ -1,5 +1,6 @@
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -97,7 +98,10 @@ def test_micro_batches_add_up_in_float32():
         optimizer.backward(model(torch.tensor([value], dtype=BF16)).sum())
     (master,) = optimizer.optimizer.param_groups[0]["params"]
     assert master.grad.item() == 264
-    assert model.weight.grad is None
+    assert model.weight.grad is master.grad
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        optimizer.step()
 
 
 # --- loss scaling ---------------------------------------------------------------------------------
@@ -142,8 +146,7 @@ def test_legitimate_use_raises_nothing_and_the_model_holds_the_rounded_masters(c
     model.norm.requires_grad_(False)
     optimizer.backward(loss_of(model))
     optimizer.backward(loss_of(model))  # micro-batches
-    if optimizer.scaler is None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
     model.norm.requires_grad_(True)
@@ -188,6 +191,52 @@ def test_gradients_without_the_scale_or_of_the_last_step_are_refused(config, ste
     refused(r"zero_grad\(\) after each step")
 
 
+def clipped(config, clip):
+    """The norm that clipping returns, and the one of the change that a step of SGD makes."""
+    model, optimizer = tiny(config, torch.optim.SGD, lr=1.0, init_scale=1024.0)
+    before = copy.deepcopy(optimizer.masters)
+    for _ in range(2):
+        optimizer.backward(loss_of(model))
+    norm = clip(model, optimizer)
+    assert optimizer.step()
+    change = [before[name] - master for name, master in optimizer.masters.items()]
+    return norm.item(), nn.utils.get_total_norm(change).item()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_clipping_sees_the_gradients_without_the_loss_scale(config):
+    norm, unclipped = clipped(config, lambda _, optimizer: optimizer.clip_grad_norm_(math.inf))
+    assert norm == pytest.approx(unclipped, rel=1e-5)
+    assert norm > 0.1
+    assert clipped(config, lambda _, optimizer: optimizer.clip_grad_norm_(0.1)) == (
+        pytest.approx(norm), pytest.approx(0.1, rel=1e-4),
+    )  # fmt: skip
+
+    def by_torch(model, optimizer):
+        return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    if config == CONFIGS["float16"]:
+        with pytest.raises(RuntimeError, match=r"in place of torch\.nn\.utils"):
+            clipped(config, by_torch)
+    else:
+        assert clipped(config, by_torch) == (pytest.approx(norm), pytest.approx(0.1, rel=1e-4))
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, math.nan])
+def test_a_limit_that_would_turn_gradients_around_is_refused(max_norm):
+    with pytest.raises(ValueError, match="max_norm"):
+        clipped(CONFIGS["bfloat16"], lambda _, optimizer: optimizer.clip_grad_norm_(max_norm))
+
+
+def test_the_norm_of_sixteen_bit_gradients_is_taken_in_float32():
+    with pytest.warns(UserWarning, match="optimizer in bfloat16"):
+        config = FlashAttentionConfig(optimizer="bfloat16")
+    model = nn.Linear(2, 1, bias=False, dtype=BF16)
+    optimizer = MixedPrecisionOptimizer(model, config, torch.optim.SGD, lr=1.0)
+    optimizer.backward(model(torch.ones(2, dtype=BF16)).sum())
+    assert optimizer.clip_grad_norm_(math.inf).item() == pytest.approx(2**0.5, rel=1e-6)
+
+
 # --- groups, states, errors -----------------------------------------------------------------------
 
 
@@ -202,7 +251,7 @@ def test_groups_keep_their_options_and_schedulers_work():
     schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, gamma=0.5)
     before = {name: p.detach().float() for name, p in model.named_parameters()}
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=F32)
     optimizer.step()
     schedule.step()
     masters = optimizer.state_dict()["masters"]
@@ -242,5 +291,14 @@ def test_what_cannot_be_optimized_or_loaded_is_refused():
             MixedPrecisionOptimizer(own, config, groups=groups)
     with pytest.raises(RuntimeError, match="call backward"):
         low.step()
-    with pytest.raises(ValueError, match="same policy"):
-        low.load_state_dict(tiny(CONFIGS["float32"])[1].state_dict())
+    smaller = low.state_dict()
+    smaller["masters"]["mlp.0.bias"] = torch.zeros(1)  # copy_ would fill all 16 with it
+    for state in (
+        tiny(CONFIGS["float32"])[1].state_dict(), smaller, low.state_dict() | {"scaler": {}},
+    ):  # fmt: skip
+        before = weights(model)
+        with pytest.raises(ValueError, match="same policy"):
+            low.load_state_dict(state)
+        assert equal(weights(model), before)
+    with pytest.raises(ValueError, match="init_scale is nan"):
+        tiny(CONFIGS["float16"], init_scale=math.nan)
