@@ -63,10 +63,12 @@ fetch: setup
 	@$(LABSUPPORT) fetch --quiet
 
 test: setup fetch static
-	$(PYTEST) $(WORKERS) -m "not slow and not browser" $(NBVAL) --ignore $(WORDS) tests notebooks $(ARGS)
+	$(PYTEST) $(WORKERS) -m "not slow and not browser" $(NBVAL) --ignore $(WORDS) \
+		--ignore notebooks/further tests notebooks $(ARGS)
 
 test-all: test
 	$(PYTEST) $(WORKERS) -m "slow and not browser" tests $(ARGS)
+	$(PYTEST) $(WORKERS) $(NBVAL) notebooks/further $(ARGS)
 
 # Chromium comes from the system; see scripts/chromium.sh.
 test-browser: setup fetch

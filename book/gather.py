@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from book.notebook import page
+from labsupport.paths import notebooks_in
 
 PROJECT = Path(__file__).resolve().parent.parent
 PAGES = Path(__file__).resolve().parent / "pages"
@@ -56,7 +57,7 @@ def _pages(project: Path) -> Iterator[tuple[Path, bytes]]:
     for path in sorted((project / "theory").glob("*.md")):
         text = path.read_text(encoding="utf-8")
         yield path.relative_to(project), (text + CHAPTERS * (path.name == "README.md")).encode()
-    for path in sorted((project / "notebooks").glob("*.ipynb")):
+    for path in notebooks_in(project / "notebooks"):
         made = page(json.loads(path.read_text(encoding="utf-8")))
         yield path.relative_to(project), json.dumps(made, indent=1).encode()
     for path in sorted((project / "docs").glob("*.md")):

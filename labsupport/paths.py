@@ -62,6 +62,11 @@ def notebooks_dir() -> Path:
     return project_root() / "notebooks"
 
 
+def notebooks_in(folder: Path) -> list[Path]:
+    """Return a folder's notebooks: the ordered ones, then those of `further/`, each by name."""
+    return [*sorted(folder.glob("*.ipynb")), *sorted(folder.glob("further/*.ipynb"))]
+
+
 def work_dir() -> Path:
     """Return the student's folder: `work/` in the checkout; installed, in the current folder.
 

@@ -4,7 +4,7 @@
     python scripts/notebooks.py sync         carry the newer of the two into the older
     python scripts/notebooks.py run [NAME..] sync, run from top to bottom, store the outputs
 
-NAME is a notebook's file name or the beginning of it, such as 01; without it, all are run.
+NAME is the beginning of a notebook's file name, such as 01 or backward; without it, all are run.
 """
 
 import argparse
@@ -53,10 +53,15 @@ def describe(notebook: NotebookNode) -> list[str]:
     return lines
 
 
+def twins(folder: Path) -> list[Path]:
+    """The text twins in a folder of notebooks: the ordered ones, then those of `further/`."""
+    return [*sorted(folder.glob("*.py")), *sorted(folder.glob("further/*.py"))]
+
+
 def differences(folder: Path = NOTEBOOKS) -> list[str]:
     """Return a message for each twin whose notebook differs."""
     out = []
-    for twin in sorted(folder.glob("*.py")):
+    for twin in twins(folder):
         notebook = twin.with_suffix(".ipynb")
         sides = describe(read(notebook)), describe(read(twin)), notebook.name, twin.name
         if changed := list(difflib.unified_diff(*sides, lineterm="", n=1)):
@@ -133,7 +138,7 @@ def sync(folder: Path = NOTEBOOKS) -> None:
 
     A new notebook begins as a twin.
     """
-    for twin in sorted(folder.glob("*.py")):
+    for twin in twins(folder):
         path = twin.with_suffix(".ipynb")
         if not path.exists():
             notebook, done = read(twin), "notebook made from the twin"
@@ -164,7 +169,7 @@ def execute(path: Path) -> None:
 def run(names: list[str], folder: Path = NOTEBOOKS) -> None:
     """Sync, then execute the notebooks whose names begin with one of `names`; all if empty."""
     sync(folder)
-    for path in sorted(folder.glob("*.ipynb")):
+    for path in [twin.with_suffix(".ipynb") for twin in twins(folder)]:
         if names and not path.name.startswith(tuple(names)):
             continue
         began = time.perf_counter()

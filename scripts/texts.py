@@ -19,7 +19,7 @@ from mdit_py_plugins.dollarmath import dollarmath_plugin
 ROOT = Path(__file__).resolve().parent.parent
 # Named one by one: below the root there are also environments, builds and the student's copies.
 MARKDOWN = ("*.md", *(f"{n}/**/*.md" for n in ("theory", "docs", "data", "book", "capstone")))
-TWINS = ("notebooks/*.py",)
+TWINS = ("notebooks/**/*.py",)
 PACKAGES = ("labsupport", "grader", "scripts", "benchmarks", "book", "capstone")
 CODE = tuple(f"{name}/**/*.py" for name in PACKAGES)
 # Stands where code or mathematics stood, so that the words around it do not seem to touch.

@@ -7,9 +7,9 @@ import os
 import nbformat
 import pytest
 
-from labsupport.paths import notebooks_dir
+from labsupport.paths import notebooks_dir, notebooks_in
 
-NOTEBOOKS = sorted(notebooks_dir().glob("*.ipynb"))
+NOTEBOOKS = notebooks_in(notebooks_dir())
 ROLES = '"grade": false, "locked": false, "solution": true'
 EXERCISE = f'{{"grade_id": "ex", "schema_version": 3, {ROLES}}}'
 TWIN = f"""\
@@ -50,7 +50,7 @@ def edit_json(path, change):
 
 
 def test_every_notebook_has_a_text_twin_that_agrees(tool):
-    assert sorted(path.with_suffix(".ipynb") for path in tool.NOTEBOOKS.glob("*.py")) == NOTEBOOKS
+    assert [path.with_suffix(".ipynb") for path in tool.twins(tool.NOTEBOOKS)] == NOTEBOOKS
     assert tool.differences() == []
 
 

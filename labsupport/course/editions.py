@@ -39,6 +39,8 @@ class ReleaseError(ValueError):
 class Edition:
     """The student edition of one notebook: file name (that of the solved one) and text.
 
+    name: of the file within the folder of notebooks, such as "further/backward.ipynb".
+
     identifier: twelve hexadecimal digits that change with the contents. The notebook's own metadata
         carries them too (`labsupport.edition`), so that a copy tells which edition it came from.
     """
@@ -51,7 +53,7 @@ class Edition:
 def solved_notebooks(folder: Path | None = None) -> list[Path]:
     """Return the notebooks with their solutions, in order; a `ReleaseError` if there are none."""
     folder = paths.notebooks_dir() if folder is None else folder
-    found = sorted(folder.glob("*.ipynb"))
+    found = paths.notebooks_in(folder)
     if not found:
         raise ReleaseError(f"there is no notebook (*.ipynb) in {folder}")
     return found
@@ -164,6 +166,11 @@ def student_edition(notebook: "NotebookNode") -> "NotebookNode":
     return edition
 
 
+def name_of(source: Path) -> str:
+    """Return a notebook's name within its folder: "01-Title.ipynb", "further/backward.ipynb"."""
+    return f"further/{source.name}" if source.parent.name == "further" else source.name
+
+
 def make_edition(source: Path) -> Edition:
     """Make the student edition of one notebook file.
 
@@ -182,7 +189,7 @@ def make_edition(source: Path) -> Edition:
     except (nbformat.reader.NotJSONError, nbformat.ValidationError, KeyError) as error:
         raise ReleaseError(f"{source}: not a Jupyter notebook: {error}") from error
     if known := solved.metadata.get("labsupport", {}).get("edition"):
-        return Edition(source.name, known, nbformat.writes(solved) + "\n")
+        return Edition(name_of(source), known, nbformat.writes(solved) + "\n")
     try:
         edition = student_edition(solved)
     except ReleaseError as error:
@@ -191,4 +198,4 @@ def make_edition(source: Path) -> Edition:
     # By the hashes an upgrade can tell what a student changed (`labsupport.course.merge`).
     hashes = source_hashes(edition.cells)
     edition.metadata["labsupport"] = {"edition": identifier, "cells": hashes}
-    return Edition(source.name, identifier, nbformat.writes(edition) + "\n")
+    return Edition(name_of(source), identifier, nbformat.writes(edition) + "\n")

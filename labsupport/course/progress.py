@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from labsupport import paths
+from labsupport.course import editions
 from labsupport.course.files import lies_beside
 from labsupport.course.merge import edition_of, source_hash, source_of
 
@@ -37,7 +38,7 @@ class Progress:
     """A student's progress.
 
     Attributes:
-        checks: by notebook (the file's name without its ending), in the notebook's order.
+        checks: by notebook ("01-Title", "further/backward"), in the notebook's order.
         troubles: what could not be read, one sentence each.
     """
 
@@ -50,8 +51,15 @@ class Progress:
         for notebook, checks in self.checks.items():
             out += [notebook, *_table(checks), ""]
         if len(self.checks) != 1:
-            everything = [check for checks in self.checks.values() for check in checks]
-            out.append(f"all notebooks: {_points(everything)} points")
+            for what, bonus in (("the course", False), ("further", True)):
+                rows = [
+                    c
+                    for n, checks in self.checks.items()
+                    for c in checks
+                    if bonus == n.startswith("further/")
+                ]
+                if rows or not bonus:
+                    out.append(f"{what}: {_points(rows)} {'bonus ' * bonus}points")
         return out + self.troubles
 
 
@@ -113,7 +121,7 @@ def progress_of_folder(folder: Path | None = None) -> Progress:
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; `labsupport start` makes your copies")
     progress = Progress()
-    for file in sorted(folder.glob("*.ipynb")):
+    for file in paths.notebooks_in(folder):
         if lies_beside(file.name):
             continue
         try:
@@ -126,7 +134,7 @@ def progress_of_folder(folder: Path | None = None) -> Progress:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             progress.troubles.append(f"{file}: cannot be read as a notebook ({error})")
             continue
-        progress.checks[file.stem] = checks
+        progress.checks[editions.name_of(file).removesuffix(".ipynb")] = checks
     if not progress.checks and not progress.troubles:
         raise ValueError(f"{folder} holds no notebook of the lab; `labsupport start` makes them")
     return progress
@@ -153,12 +161,12 @@ def show_progress(notebook: str, names: Mapping[str, Any]) -> None:
     The check cells of the lab's own notebook run once more, silently, on a copy of `names`.
 
     Args:
-        notebook: how its name begins, such as "01".
+        notebook: how its file's name begins, such as "01" or "backward".
         names: the notebook's variables: `globals()`.
     """
     try:
-        folder = paths.notebooks_dir()
-        (file,) = folder.glob(f"{notebook}*.ipynb")
+        sources = paths.notebooks_in(paths.notebooks_dir())
+        (file,) = (path for path in sources if path.name.startswith(notebook))
         cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
     except (paths.ProjectNotFoundError, OSError, ValueError, KeyError) as error:
         print(f"Your progress cannot be shown: the lab's own notebook is not there ({error}).")

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,17 +59,18 @@ class StartReport:
 
 
 def _links_within_the_folder(text: str) -> str:
-    """Turn links to ../theory/, as in notebooks/, into theory/, as in the student's folder."""
-    return text.replace("](../theory/", "](theory/")
+    """Take one `../` out of links to theory/, which a student's folder holds itself."""
+    return re.sub(r"\]\(\.\./((?:\.\./)*theory/)", r"](\1", text)
 
 
 def _start_one(source: Path, report: StartReport, editions: dict[str, str]) -> None:
-    copy = report.folder / source.name
+    copy = report.folder / release.name_of(source)
     # The recipe counts as well as the ingredients: another stub makes another edition.
     recipe = Path(release.__file__).read_bytes()
     key = hashlib.sha256(recipe + source.read_bytes()).hexdigest()
     if not copy.exists():
         edition = release.make_edition(source)
+        copy.parent.mkdir(exist_ok=True)
         write_new(copy, _links_within_the_folder(edition.text))
         editions[key] = edition.identifier
         report.created.append(copy)

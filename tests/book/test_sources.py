@@ -123,9 +123,9 @@ def test_a_pandas_table_gets_headers_that_say_what_they_head():
 
 
 def test_the_notebooks_of_the_lab_become_pages():
-    from labsupport.paths import notebooks_dir
+    from labsupport.paths import notebooks_dir, notebooks_in
 
-    for path in sorted(notebooks_dir().glob("*.ipynb")):
+    for path in notebooks_in(notebooks_dir()):
         cells = page(json.loads(path.read_text(encoding="utf-8")))["cells"]
         text = "\n".join("".join(cell["source"]) for cell in cells)
         assert "HIDDEN TESTS" not in text

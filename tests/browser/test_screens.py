@@ -10,7 +10,7 @@ from labsupport import paths
 
 pytestmark = pytest.mark.browser
 
-NOTEBOOKS = sorted(paths.notebooks_dir().glob("*.ipynb"))
+NOTEBOOKS = paths.notebooks_in(paths.notebooks_dir())
 MEASURE = Path(__file__).with_name("measure.js").read_text(encoding="utf-8")
 # A chart that is shrunk further has letters that are hard to read.
 SMALLEST = 0.75

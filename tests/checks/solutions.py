@@ -12,7 +12,7 @@ from labsupport import checks
 from labsupport.attention import attention, flash_attention
 from labsupport.checks.verdict import mutant
 from labsupport.distributed import by_hand
-from labsupport.paths import notebooks_dir
+from labsupport.paths import notebooks_dir, notebooks_in
 from labsupport.precision import FlashAttentionConfig
 
 KNOWN = {
@@ -29,14 +29,19 @@ KNOWN = {
 }
 
 
+def solution_source(grade_id: str) -> str:
+    """Return the source of the solved cell with this grade_id, in whichever notebook it is."""
+    return _solutions()[grade_id]
+
+
 @cache
-def solution_source(notebook: str, grade_id: str) -> str:
-    """Source of the solved cell with this grade_id in notebooks/<notebook>*.ipynb."""
-    (path,) = notebooks_dir().glob(f"{notebook}*.ipynb")
-    for cell in jupytext.read(path).cells:
-        if cell.metadata.get("nbgrader", {}).get("grade_id") == grade_id:
-            return cell.source
-    raise LookupError(f"{path.name} has no cell {grade_id}")
+def _solutions() -> dict[str, str]:
+    return {
+        cell.metadata["nbgrader"]["grade_id"]: cell.source
+        for path in notebooks_in(notebooks_dir())
+        for cell in jupytext.read(path).cells
+        if cell.metadata.get("nbgrader")
+    }
 
 
 def function(source: str, name: str, *edit: str):

@@ -156,7 +156,7 @@ WITHOUT_SEED = {
 )
 def test_the_notebooks_solution_passes_with_another_seed(cell, name, some, capfd):
     """The notebooks themselves run the checks with the first one."""
-    student = function(solution_source(f"0{cell[3]}", cell), name)
+    student = function(solution_source(cell), name)
     for check in some:
         check(student, seed=5)
     for check in WITHOUT_SEED.get(cell, ()):

@@ -135,9 +135,9 @@ def test_a_letter_may_be_small():
     checks.check_nan_cause(lambda: [7, "e"])
 
 
-REPAIRED = solution_source("04", "ex-4-6-fault")
-RING = solution_source("03", "ex-3-7-ring-backward")
-MASKS = solution_source("02", "ex-2-7-masks")
+REPAIRED = solution_source("ex-4-6-fault")
+RING = solution_source("ex-3-7-ring-backward")
+MASKS = solution_source("ex-2-7-masks")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ MASKS = solution_source("02", "ex-2-7-masks")
         ),
         (
             checks.check_alibi,
-            function(solution_source("02", "ex-2-7-scores"), "alibi", "slopes[h]", "slopes"),
+            function(solution_source("ex-2-7-scores"), "alibi", "slopes[h]", "slopes"),
             "one index for each dimension",
         ),
         (checks.check_clock, function(REPAIRED, "after_repair", '"d", repaired', '"d"'), "order"),
@@ -173,7 +173,7 @@ def test_what_a_student_wrote_instead_is_named(check, student, said):
 
 def test_a_bound_below_each_scale_and_a_capital_letter_pass():
     bound = ("torch.where(largest == 0, 1.0, largest / 448)", "(largest / 448).clamp(min=1e-6)")
-    student = function(solution_source("01", "ex-1-7-fp8"), "round_to_fp8", *bound)
+    student = function(solution_source("ex-1-7-fp8"), "round_to_fp8", *bound)
     checks.check_fp8_blocks(student)
     checks.check_clock(function(REPAIRED, "after_repair", '"d"', '"D"'))
 

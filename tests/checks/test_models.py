@@ -19,11 +19,11 @@ NO_MASK = 'raise ValueError("lab_attention takes no mask: give it texts without 
 
 
 def own(*edit):
-    return function(solution_source("02", "ex-2-2-own-attention"), "lab_attention", *edit)
+    return function(solution_source("ex-2-2-own-attention"), "lab_attention", *edit)
 
 
 def policy(*edit):
-    return function(solution_source("02", "ex-2-5-policy"), "my_policy", *edit)
+    return function(solution_source("ex-2-5-policy"), "my_policy", *edit)
 
 
 OWN = {

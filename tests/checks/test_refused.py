@@ -268,7 +268,7 @@ CHOICES = {
 
 @pytest.mark.parametrize(("edit", "said"), CHOICES.values(), ids=CHOICES)
 def test_a_wrong_choice_is_refused(edit, said):
-    student = function(solution_source("04", "ex-4-5-choose"), "choose", *edit)
+    student = function(solution_source("ex-4-5-choose"), "choose", *edit)
     assert said in diagnosis((checks.check_choice_limits, checks.check_choice_ties), student)
 
 
@@ -295,7 +295,7 @@ HALVES = {
 
 @pytest.mark.parametrize(("edit", "said"), HALVES.values(), ids=HALVES)
 def test_each_mistake_around_the_kernel_gets_its_own_diagnosis(edit, said):
-    source = solution_source("01", "ex-1-6-half-precision")
+    source = solution_source("ex-1-6-half-precision")
     student = function(source, "half_attention", *edit)
     assert said in diagnosis(checks.check_half_attention, student)
 

@@ -197,7 +197,7 @@ def test_right_rotations_pass_at_any_position():
 
 
 def test_the_notebooks_rotation_passes_at_any_position():
-    source = solution_source("03", "ex-3-1-rotary")
+    source = solution_source("ex-3-1-rotary")
     checks.check_rope_positions(function(source, "rotary_angles"), function(source, "apply_rope"))
 
 

@@ -7,7 +7,7 @@ import jupytext
 import pytest
 
 from labsupport import checks
-from labsupport.paths import notebooks_dir, project_root
+from labsupport.paths import notebooks_dir, notebooks_in, project_root
 
 FOLDER = project_root() / "labsupport" / "checks"
 SOLUTION = re.compile(r"^### BEGIN SOLUTION\n(.*?)^### END SOLUTION\n", re.MULTILINE | re.DOTALL)
@@ -64,7 +64,7 @@ def references():
 
 def test_solutions_are_the_references_but_for_good_reason(references):
     equal, different = set(), set()
-    for path in notebooks_dir().glob("*.ipynb"):
+    for path in notebooks_in(notebooks_dir()):
         for cell in jupytext.read(path).cells:
             grading = cell.metadata.get("nbgrader", {})
             if not grading.get("solution"):
@@ -84,7 +84,7 @@ def test_each_exercise_has_one_file_and_all_its_checks_are_listed():
     numbers = [file.name[3:6] for file in sorted(FOLDER.glob("ex_*.py"))]
     asked = {
         cell.metadata["nbgrader"]["grade_id"][3:6].replace("-", "_")
-        for path in notebooks_dir().glob("*.ipynb")
+        for path in notebooks_in(notebooks_dir())
         for cell in jupytext.read(path).cells
         if cell.metadata.get("nbgrader", {}).get("grade_id", "").startswith("ex-")
     }

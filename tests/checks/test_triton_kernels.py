@@ -27,13 +27,13 @@ from labsupport.checks.guard import check_guard, guarded_zeros
 
 """
 STEPS = ("add", "softmax", "kernel", "flash")
-CELLS = "\n\n".join(solution_source("04", f"ex-4-3-{step}") for step in STEPS)
+CELLS = "\n\n".join(solution_source(f"ex-4-3-{step}") for step in STEPS)
 VALUES, EXTREMES, _ = UPDATE = (
     checks.check_update_values,
     checks.check_update_extremes,
     checks.check_update_dtype,
 )
-STEP = solution_source("04", "ex-4-3-kernel")
+STEP = solution_source("ex-4-3-kernel")
 ANOTHER_STYLE = """
 @triton.jit
 def largest(m, scores):

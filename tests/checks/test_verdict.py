@@ -96,7 +96,7 @@ def test_a_failure_shows_lines_that_fit_and_no_traceback_in_a_notebook():
 
 
 def test_a_students_function_is_used_only_when_it_passes(capsys):
-    good = function(solution_source("01", "ex-1-1-textbook-attention"), "textbook_attention")
+    good = function(solution_source("ex-1-1-textbook-attention"), "textbook_attention")
     bad = mutant(
         ex_1_1_textbook_attention.textbook_attention, ex_1_1_textbook_attention.MISTAKES[0].edit
     )

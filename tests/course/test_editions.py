@@ -11,7 +11,7 @@ from labsupport.course.editions import (
     solved_notebooks,
     student_edition,
 )
-from labsupport.paths import notebooks_dir
+from labsupport.paths import notebooks_dir, notebooks_in
 from tests.grader.leaks import leaks, secret_lines
 
 
@@ -22,7 +22,7 @@ def handed_out(tmp_path_factory):
     return sorted((course / "notebooks").iterdir())
 
 
-@pytest.mark.parametrize("source", sorted(notebooks_dir().glob("*.ipynb")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("source", notebooks_in(notebooks_dir()), ids=lambda p: p.stem)
 def test_no_secret_line_of_any_notebook_is_anywhere_in_what_is_handed_out(handed_out, source):
     # Anywhere: in texts, outputs, metadata, attachments, and in the files of the other notebooks.
     secrets = secret_lines(nbformat.read(source, as_version=4))
@@ -109,7 +109,7 @@ def test_only_the_notebooks_are_written_and_an_edition_is_its_own_edition(folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", sorted(notebooks_dir().glob("*.ipynb")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("source", notebooks_in(notebooks_dir()), ids=lambda p: p.stem)
 def test_a_student_edition_fails_only_for_want_of_solutions(source, tmp_path):
     from nbclient import NotebookClient
 

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 from grader.release import write_project
-from labsupport.paths import notebooks_dir
+from labsupport.paths import notebooks_dir, notebooks_in
 from tests.grader.leaks import leaks, secret_lines
 
 
@@ -35,7 +35,7 @@ def test_the_wheel_holds_the_release_and_no_solution_and_works_in_an_empty_folde
     assert tops == {
         *("labsupport", "notebooks", "theory", "data", "scripts", "capstone", "LICENSE")
     }
-    for source in sorted(notebooks_dir().glob("*.ipynb")):
+    for source in notebooks_in(notebooks_dir()):
         secrets = secret_lines(nbformat.read(source, as_version=4))
         for name in names:
             if name.startswith("labsupport/project/notebooks/"):
@@ -55,5 +55,5 @@ def test_the_wheel_holds_the_release_and_no_solution_and_works_in_an_empty_folde
     assert done.returncode == 0, done.stderr
     assert "0 of " in done.stdout
     work = tmp_path / "empty" / "work"
-    assert len(list(work.glob("*.ipynb"))) == len(list((course / "notebooks").iterdir()))
+    assert len(notebooks_in(work)) == len(notebooks_in(course / "notebooks"))
     assert (work / "theory" / "README.md").is_file()

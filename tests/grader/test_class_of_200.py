@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from grader.grade.results import read_results
-from labsupport.paths import notebooks_dir
+from labsupport.paths import notebooks_dir, notebooks_in
 
 # What a student's first exercise holds; "solved" and "untouched" ones are so as a whole.
 WORK = ("solved", "hostile", "untouched", "solved", "", "solved", "def f(:", *["solved"] * 3)
@@ -109,8 +109,6 @@ def test_a_class_killed_twice_and_resumed_is_graded_once(tmp_path):
 
 if __name__ == "__main__":
     begin = time.monotonic()
-    found = check_class(
-        Path(sys.argv[2]), int(sys.argv[1]), sorted(notebooks_dir().glob("*.ipynb"))
-    )
+    found = check_class(Path(sys.argv[2]), int(sys.argv[1]), notebooks_in(notebooks_dir()))
     seconds = (time.monotonic() - begin) / len(found)
     print(f"{len(found)} graded once, points right; {seconds:.1f} s each")

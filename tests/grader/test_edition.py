@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from grader import release
 from labsupport.cli import app
 from labsupport.course.editions import ReleaseError
-from labsupport.paths import notebooks_dir
+from labsupport.paths import notebooks_dir, notebooks_in
 
-NOTEBOOKS = sorted(notebooks_dir().glob("*.ipynb"))
+NOTEBOOKS = notebooks_in(notebooks_dir())
 GIVEN_OUT = {
     *("LICENSE", "Makefile", "README.md", "constraints.txt", "environment.yml", "pyproject.toml"),
     *("data", "labsupport", "notebooks", "scripts", "theory", "binder", ".devcontainer"),

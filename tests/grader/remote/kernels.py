@@ -14,7 +14,7 @@ import jupytext
 
 from grader.remote.session import Session
 from labsupport.course.editions import student_edition
-from labsupport.paths import notebooks_dir
+from labsupport.paths import notebooks_dir, notebooks_in
 
 # One file after the other, in one process: to start one takes longer than most checks. A cell
 # stands in a file, because Triton and inspect read a function's source.
@@ -74,21 +74,22 @@ def students(*sources: str, timeout_s: float = 120.0) -> Iterator[Iterator[Sessi
 
 
 @cache
-def cells(notebook: str, *, stubs: bool = False) -> dict[str, tuple[str, bool]]:
-    """grade_id -> (source, whether it is a check) of the instructor's notebook, or a student's."""
-    (path,) = notebooks_dir().glob(f"{notebook}*.ipynb")
-    notebook_read = jupytext.read(path)
-    if stubs:
-        notebook_read = student_edition(notebook_read)
+def cells(exercises: str, *, stubs: bool = False) -> dict[str, tuple[str, bool]]:
+    """grade_id -> (source, whether it is a check) of exercises, solved or as students get them.
+
+    `exercises` is how their grade_ids begin, such as "ex-2".
+    """
     found = {}
-    for cell in notebook_read.cells:
-        data = cell.metadata.get("nbgrader")
-        if data and cell.cell_type == "code":
-            found[data["grade_id"]] = cell.source, data["grade"]
+    for path in notebooks_in(notebooks_dir()):
+        solved = jupytext.read(path)
+        for cell in (student_edition(solved) if stubs else solved).cells:
+            data = cell.metadata.get("nbgrader")
+            if data and cell.cell_type == "code" and data["grade_id"].startswith(exercises):
+                found[data["grade_id"]] = cell.source, data["grade"]
     return found
 
 
-def all_stubs(notebook: str) -> str:
-    """All solution cells of a notebook as they are handed out, as one program."""
-    found = cells(notebook, stubs=True).values()
+def all_stubs(exercises: str) -> str:
+    """All solution cells of exercises as they are handed out, as one program."""
+    found = cells(exercises, stubs=True).values()
     return IMPORTS + "\n\n".join(source for source, check in found if not check)

@@ -15,7 +15,7 @@ from tests.grader.remote.kernels import IMPORTS, all_stubs, cells, students
 if sys.platform != "linux":
     pytest.skip("grading needs Linux", allow_module_level=True)
 
-NOTEBOOKS = ("01", "02", "03", "04")
+NOTEBOOKS = ("ex-1", "ex-2", "ex-3", "ex-4")
 # Typical wrong solutions, one or more for each check cell: the solution cell, the rest of the check
 # cell's name, a part of the diagnosis; and the edits of the solution.
 WRONG = [
@@ -44,7 +44,7 @@ def test_stubs_are_not_written_in_every_check(notebook):
     ["ex-2-4", *(pytest.param(f"ex-{n}", marks=pytest.mark.slow) for n in (1, 2, 3, 4))],
 )
 def test_typical_mistakes_are_named(exercises):
-    given = cells(f"0{exercises[3]}")
+    given = cells(exercises)
     wrong = [one for one in WRONG if one[0].startswith(exercises)]
     tried = {f"{solution}-{check}" for solution, check, _, _ in wrong}
     assert tried == {g for g, (_, check) in given.items() if check and g.startswith(exercises)}
@@ -68,10 +68,10 @@ def test_typical_mistakes_are_named(exercises):
 
 @pytest.mark.slow
 def test_other_right_ways_pass_and_a_missing_name_is_said():
-    solution = cells("02")["ex-2-2-own-attention"][0]
+    solution = cells("ex-2")["ex-2-2-own-attention"][0]
     in_a_list = re.sub(r"return (flash.*), None", r"return [\1, None]", solution)
     assert in_a_list != solution
-    check, _ = cells("02")["ex-2-2-own-attention-values"]
+    check, _ = cells("ex-2")["ex-2-2-own-attention-values"]
     with students("x = 1", IMPORTS + in_a_list) as sessions:
         one = judged(next(sessions))
         assert (one.status, "amdahl is not defined" in one.message) == ("failed", True)
