@@ -24,7 +24,8 @@ The warps of a program have different jobs:
 A product with dS sums over all 128 keys, so the consumers exchange their halves of dS in shared
 memory, and each computes one half of the tile of dQ: with head_dim 128 half of the columns of 64
 queries, with head_dim 64 half of 128 queries. The TMA unit adds it to dQ while the consumers go
-on (`cp.reduce.async.bulk.tensor`).
+on (`cp.reduce.async.bulk.tensor`). In memory a half lies in the order in which threads have its
+numbers in registers: four at a time, without bank conflicts. `_round` restores the order of rows.
 
     barrier     protects                                     arrives            waits
     k_ready     K and V have been copied                     the TMA unit       consumers
@@ -36,11 +37,17 @@ The tiles have STAGES buffers, a ring as in `forward_gluon.py`, which explains p
 a consumer that has passed `ds_ready` for tile t has finished its dQ of tile t - 1, so that the
 other one may overwrite the dS of t - 1 with that of t + 1.
 
-While the tensor cores compute dP, the consumer takes exp2 of S; during dV it computes dS. Products
-are asynchronous, and `warpgroup_mma_wait(n)` waits until n of them at most are under way.
+Products are asynchronous, and `warpgroup_mma_wait(n)` waits until n of them at most are under way.
+A consumer's step, with what its tensor cores and its other units do at the same time:
+
+    products    S, dP        dP     |               dV            dQ      dK
+    others              exp2 of S   | dS, store it     exchange        |  store dQ
+
+The waits are at the bars: for dP, and for dQ.
 
 Sources: Dao, "FlashAttention-2" (2023), algorithm 2; Shah et al., "FlashAttention-3" (2024),
-section B.1, for the jobs of the warps and dQ by the TMA unit.
+section B.1, for the jobs of the warps and dQ by the TMA unit; FlashAttention-4's kernel for Hopper
+(`flash_attn/cute/flash_bwd_sm90.py`), for the order of the products and of dQ in memory.
 """
 
 from __future__ import annotations
@@ -62,6 +69,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.kernels.backward import launch_preprocess
@@ -90,6 +98,12 @@ def _reduce_add(desc, at, tile, _semantic: Any = None):
     _semantic.builder.create_async_tma_reduce(add, desc.handle, at, tile.handle)
 
 
+@triton.jit
+def first_tile(q_row, batch, BLOCK_Q: tl.constexpr):
+    """The tile of dQ where a packed sequence begins: one may reach into two tiles more than fit."""
+    return q_row // BLOCK_Q + 2 * batch
+
+
 @gluon.jit
 def _work(sizes, cu_q, cu_k, mask: gl.constexpr, BLOCK_Q: gl.constexpr):
     """The block of keys of this program, and the queries that see any of it."""
@@ -105,8 +119,10 @@ def _work(sizes, cu_q, cu_k, mask: gl.constexpr, BLOCK_Q: gl.constexpr):
     batch = program // blocks // kv_heads
     q_row = 0
     k_row = 0
+    tile = 0
     if PACKED:
         q_row = gl.load(cu_q + batch)
+        tile = first_tile(q_row, batch, BLOCK_Q)
         k_row = gl.load(cu_k + batch)
         seqlen_q = gl.load(cu_q + batch + 1) - q_row
         seqlen_k = gl.load(cu_k + batch + 1) - k_row
@@ -128,7 +144,8 @@ def _work(sizes, cu_q, cu_k, mask: gl.constexpr, BLOCK_Q: gl.constexpr):
     if ROTATE:
         # Otherwise all programs of a head would add to the same tile of dQ at the same time.
         first += program % blocks * tiles // blocks * BLOCK_Q
-    return batch, head, q_row, k_row, seqlen_q, seqlen_k, col, (start, first, last), tiles
+    rows = (start, first, last)
+    return batch, head, q_row, k_row, tile, seqlen_q, seqlen_k, col, rows, tiles
 
 
 @gluon.jit
@@ -149,7 +166,7 @@ def _produce(work, inputs, mask: gl.constexpr):
     BLOCK_Q: gl.constexpr = q_buffers.shape[3]
     STAGES: gl.constexpr = q_buffers.shape[0]
     bytes: gl.constexpr = 2 * (Q.block_type.nbytes + Rows.block_type.nbytes)
-    batch, kv_head, q_row, k_row, _seqlen_q, _seqlen_k, col, rows, tiles = _work(
+    batch, kv_head, q_row, k_row, _tile, _seqlen_q, _seqlen_k, col, rows, tiles = _work(
         sizes, cu_q, cu_k, mask, BLOCK_Q
     )
     group = sizes[1]
@@ -219,7 +236,7 @@ def _store(X, x, tile, batch, head, row, count, heads, seqlen):
 
 
 @gluon.jit
-def _consume(ME: gl.constexpr, work, outputs, mask: gl.constexpr):
+def _consume(ME: gl.constexpr, work, outputs, mask: gl.constexpr, FROM_DELTA: gl.constexpr):
     """The products of the ME-th 64 keys of the block, and the ME-th half of dQ."""
     buffers, barriers, sizes, cu_q, cu_k = work
     dQ, dK, dV, scale = outputs
@@ -240,7 +257,7 @@ def _consume(ME: gl.constexpr, work, outputs, mask: gl.constexpr):
     DQ_ROW: gl.constexpr = ME * (BLOCK_Q - 64)
     DQ_COL: gl.constexpr = ME * (D - 64)
 
-    batch, kv_head, q_row, k_row, seqlen_q, seqlen_k, col, rows, tiles = _work(
+    batch, kv_head, q_row, k_row, tile, seqlen_q, seqlen_k, col, rows, tiles = _work(
         sizes, cu_q, cu_k, mask, BLOCK_Q
     )
     col += ME * ROWS
@@ -262,20 +279,24 @@ def _consume(ME: gl.constexpr, work, outputs, mask: gl.constexpr):
         shift_row = row_buffers.index(2 * stage).reshape([BLOCK_Q])
         delta_row = row_buffers.index(2 * stage + 1).reshape([BLOCK_Q])
         mbarrier.wait(ready.index(stage), t // STAGES & 1)
-        dp = zero - delta_row.load(row_layout)[None, :]
+        dp = zero
+        if FROM_DELTA:  # the product then starts from -delta
+            dp = zero - delta_row.load(row_layout)[None, :]
         s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+        dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=FROM_DELTA, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         s = _apply_mask(s, row, col, seqlen_q, seqlen_k, left, right, mask)
-        p = gl.exp2(s * scale - shift_row.load(row_layout)[None, :])
-        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), do, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp])
-        ds = (p * dp).to(dtype)
-        dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+        p32 = gl.exp2(s * scale - shift_row.load(row_layout)[None, :])
+        p = gl.convert_layout(p32.to(dtype), p_layout)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        if not FROM_DELTA:
+            dp -= delta_row.load(row_layout)[None, :]
+        ds = (p32 * dp).to(dtype)
         ds_mine = ds_buffers.index(t % 2 * 2 + ME)
         ds_other = ds_buffers.index(t % 2 * 2 + 1 - ME)
         tma.store_wait(0)  # until the TMA unit has read the last tile of dQ
         ds_mine.store(ds)
+        dv = warpgroup_mma(p, do, dv, is_async=True)
         fence_async_shared()
         mbarrier.arrive(ds_ready, count=1)
         mbarrier.wait(ds_ready, t & 1)
@@ -283,12 +304,16 @@ def _consume(ME: gl.constexpr, work, outputs, mask: gl.constexpr):
         ds_other = ds_other.permute((1, 0)).slice(DQ_ROW, 64, dim=0)
         dq = warpgroup_mma(ds_mine, k_mine, no_dq, use_acc=False, is_async=True)
         dq = warpgroup_mma(ds_other, k_other, dq, is_async=True)
-        dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
-        mbarrier.arrive(empty.index(stage), count=1)
-        dq_buffers.index(ME).reshape([64, 64]).store(dq)
+        dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        # Row 16 w + 8 h + r, column 8 g + 2 c + e is in lane 4 r + c of warp w: (w, h, r, g, c, e).
+        dq = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
+        dq_buffers.index(ME).reshape([16, 256]).store(dq)
         fence_async_shared()
-        at = [batch, head, q_row + row + DQ_ROW, DQ_COL]
-        _reduce_add(dQ, at, dq_buffers.index(ME))
+        at = tile + (row + q_row % 4) // BLOCK_Q
+        _reduce_add(dQ, [batch, head, 32 * at + 16 * ME, 0], dq_buffers.index(ME))
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        mbarrier.arrive(empty.index(stage), count=1)
         head, row = _next(head, row, rows, BLOCK_Q)
     count = seqlen_k - col
     k_row += col
@@ -304,7 +329,7 @@ def _gluon_bwd(
     Q, dO, K, V, Rows, dQ, dK, dV, cu_q, cu_k, scale,
     heads, group, seqlen_q, seqlen_k, left, right, blocks,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, ROTATE: gl.constexpr,
+    STAGES: gl.constexpr, ROTATE: gl.constexpr, FROM_DELTA: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, and dQ added to dQ. Grid: blocks of keys x key/value heads x batch."""
     mask: gl.constexpr = (LEFT, RIGHT, PACKED, ROTATE)
@@ -317,7 +342,7 @@ def _gluon_bwd(
     do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], dO.layout)
     row_buffers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, 1, 1, BLOCK_Q], Rows.layout)
     ds_buffers = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_Q], ds_layout)
-    dq_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dQ.layout)
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 16, 256], dQ.layout)
     buffers = (k_buffers, v_buffers, q_buffers, do_buffers, row_buffers, ds_buffers, dq_buffers)
 
     layout: gl.constexpr = mbarrier.MBarrierLayout()
@@ -340,8 +365,8 @@ def _gluon_bwd(
     # All jobs start with the same registers (maxnreg); then the producer gives up most of them.
     gl.warp_specialize(
         [
-            (_consume, (0, work, outputs, mask)),
-            (_consume, (1, work, outputs, mask)),
+            (_consume, (0, work, outputs, mask, FROM_DELTA)),
+            (_consume, (1, work, outputs, mask, FROM_DELTA)),
             (_produce, (work, inputs, mask)),
         ],
         [4, 1],  # warps of all jobs but the first, which has num_warps
@@ -349,12 +374,42 @@ def _gluon_bwd(
     )
 
 
-@triton.jit
-def _round(X, Y, scale, count, BLOCK: tl.constexpr):
-    """Y = X * scale, in the dtype of Y."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(X + i, mask=i < count)
-    tl.store(Y + i, (x * scale).to(Y.dtype.element_ty), mask=i < count)
+@triton.jit(do_not_specialize=("heads", "seqlen", "blocks"))
+def _round(
+    X, Y, cu_q, scale, heads, seqlen, blocks, PACKED: tl.constexpr, D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Y = X * scale in the dtype of Y, and in rows. Grid: tiles of queries x heads x batch."""
+    program = tl.program_id(0)
+    block = program % blocks
+    head = program // blocks % heads
+    batch = program // blocks // heads
+    first = block * BLOCK_Q
+    tile = program
+    start = batch.to(tl.int64) * seqlen
+    if PACKED:
+        start = tl.load(cu_q + batch)
+        tiles = seqlen // BLOCK_Q + 2 * (tl.num_programs(0) // blocks // heads)
+        tile = head * tiles + first_tile(start, batch, BLOCK_Q) + block
+        first -= start % 4
+        seqlen = tl.load(cu_q + batch + 1) - start
+    x = tl.load(X + tile.to(tl.int64) * BLOCK_Q * D + tl.arange(0, BLOCK_Q * D), first < seqlen)
+    # (half, g, w, r, c, h, e), see `_consume`; halves are of columns or of rows
+    x = x.reshape(2, 8, 4, 8, 4, 2, 2)
+    if D == 128:
+        x = x.permute(2, 5, 3, 0, 1, 4, 6).reshape(BLOCK_Q, D)
+    else:
+        x = x.permute(0, 2, 5, 3, 1, 4, 6).reshape(BLOCK_Q, D)
+    i = first + tl.arange(0, BLOCK_Q)
+    at = ((start + i).to(tl.int64) * heads + head) * D
+    here = (i >= 0) & (i < seqlen)
+    x = (x * scale).to(Y.dtype.element_ty)
+    tl.store(Y + at[:, None] + tl.arange(0, D)[None, :], x, mask=here[:, None])
+
+
+def _flat_descriptor(x: Tensor, shape: list[int], steps: list[int], tile: list[int]) -> Any:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(tile))
+    return TensorDescriptor(x, shape, steps, tile, layout)
 
 
 def launch(
@@ -379,18 +434,25 @@ def launch(
     # 16-byte steps from one row of numbers to the next.
     rows = lse.new_empty((2, *lse.shape[:-1], -(-lse.shape[-1] // 4) * 4))[..., : lse.shape[-1]]
     launch_preprocess(dout, out, lse, dlse, shift=rows[0], delta=rows[1])
-    dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     full = call.left < 0 and call.right < 0
-    config = {"STAGES": 2, "ROTATE": int(full and q.shape[-3] >= 8192)} | config
+    config = {
+        "STAGES": 2, "ROTATE": full,
+        "FROM_DELTA": full or call.head_dim == 64,
+    } | config  # fmt: skip
     block_q = 8192 // call.head_dim
-    q4, k4, v4, dout4, dq4 = (x[None] if packed else x for x in (q, k, v, dout, dq32))
+    q4, k4, v4, dout4 = (x[None] if packed else x for x in (q, k, v, dout))
+    tiles = -(-q.shape[-3] // block_q)
+    if call.cu_seqlens_q is not None:
+        tiles = len(q) // block_q + 2 * (len(call.cu_seqlens_q) - 1)
+    shape = len(q4), call.heads, tiles * 32, 256  # a tile is 32 rows of 256 numbers
+    dq32 = torch.zeros(shape, dtype=torch.float32, device=q.device)
     rows4 = rows[:, None] if packed else rows
     tensors = {
         "Q": describe(q4, block_q, make=descriptor),
         "dO": describe(dout4, block_q, make=descriptor),
         "K": describe(k4, 64, make=descriptor), "V": describe(v4, 64, make=descriptor),
         "Rows": describe(rows4, 1, block_q, make=descriptor, plain=True),
-        "dQ": describe(dq4, 64, 64, make=descriptor), "dK": dk, "dV": dv,
+        "dQ": describe(dq32, 16, 256, make=_flat_descriptor, plain=True), "dK": dk, "dV": dv,
         "cu_q": call.cu_seqlens_q if packed else lse,
         "cu_k": call.cu_seqlens_k if packed else lse,
     }  # fmt: skip
@@ -404,7 +466,14 @@ def launch(
         }  # fmt: skip
 
     run_kernel(_gluon_bwd, tensors, (numbers(call), packed, *config.values()), rest)
-    count = dq.numel()
-    run_kernel(_round, {"X": dq32, "Y": dq}, (of_dq,), lambda: (
-        -(-count // 4096), {"scale": of_dq, "count": count, "BLOCK": 4096}
-    ))  # fmt: skip
+
+    def rest_of_round() -> tuple[int, Arguments]:
+        # Tiles of a packed sequence may begin three rows before it.
+        blocks, programs = blocks_of(q, call.max_seqlen_q + 3, block_q, call)
+        return programs, {
+            "scale": of_dq, "heads": call.heads, "seqlen": q.shape[-3], "blocks": blocks,
+            "PACKED": packed, "D": call.head_dim, "BLOCK_Q": block_q,
+        }  # fmt: skip
+
+    of_round = {"X": dq32, "Y": dq, "cu_q": tensors["cu_q"]}
+    run_kernel(_round, of_round, (of_dq, numbers(call)), rest_of_round)
