@@ -81,7 +81,7 @@ def _measure_shape(
     cases: Sequence[grids.Case], device: torch.device, seconds: float
 ) -> list[dict[str, Any]]:
     inputs = make_inputs(cases[0], device, seed=0)
-    calls = {case: _call(case, *inputs) for case in cases}
+    calls = {case: call_of(case, *inputs) for case in cases}
     rows = in_turns(calls, device, seconds, min_seconds=seconds)
     ran = {case: calls[case] for case, row in rows.items() if "median_ms" in row}
     on_gpu = device.type == "cuda"
@@ -92,9 +92,10 @@ def _measure_shape(
     return [asdict(case) | row for case, row in rows.items()]
 
 
-def _call(
+def call_of(
     case: grids.Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor
 ) -> Call:
+    """Return the call of a case, as a student makes it."""
     call = partial(attention, causal=case.causal, backend=case.backend, check_layout=False)
     if case.direction == "forward":
         return partial(call, q.detach(), k.detach(), v.detach())

@@ -42,6 +42,7 @@ from labsupport.attention.implementations import (
     Can,
     Limits,
     by_name,
+    in_order,
     own,
 )
 from labsupport.attention.inputs import (
@@ -311,9 +312,9 @@ def _choose(
 ) -> tuple[Backend, dict[str, tuple[str, ...]]]:
     """Choose the first backend that runs a call, and collect why earlier ones do not."""
     refused: dict[str, tuple[str, ...]] = {}
-    order = candidates if requested == "auto" else (by_name(requested),)
+    order = in_order(candidates, call) if requested == "auto" else [by_name(requested)]
     if call.packed:  # kernels that take all sequences together come before a loop over them
-        order = tuple(sorted(order, key=lambda entry: not entry.takes_packed))
+        order.sort(key=lambda entry: not entry.takes_packed)
     for entry in order:
         reasons = tuple(entry.reasons(call))
         if not reasons and (requested != "auto" or all(map(entry.for_auto, entry.parts(call)))):

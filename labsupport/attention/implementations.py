@@ -1,14 +1,15 @@
 """The table of implementations, and the limits by which each takes or refuses a call.
 
-To add one, write an adapter and add an entry to `BACKENDS`. The order is the order of preference:
-`backend="auto"` takes the first that can run a call. cuDNN is preferred to flash-attn 2's kernels
-on Hopper and newer only, as in PyTorch's own choice.
+To add one, write an adapter and add an entry to `BACKENDS`. `backend="auto"` takes the first that
+can run a call: in the order of `preferences.py` where the fastest were measured (H100, H200), then
+in the table's. cuDNN is preferred to flash-attn 2's kernels on Hopper and newer only, as in
+PyTorch's own choice.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -21,6 +22,7 @@ from labsupport.attention.adapters import Kernel, Run
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.kernels import mode
+from labsupport.attention.preferences import preferred
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -194,15 +196,6 @@ def _cudnn_in_auto(call: AttentionCall) -> bool:
     return on_hopper_or_newer and shape_comes_back(call)
 
 
-def _gluon_in_auto(call: AttentionCall) -> bool:
-    """Return whether cuDNN cannot run the call, or was slower in `data/runs/gluon-both-h200`."""
-    if not shape_comes_back(call):
-        return False
-    if by_name("sdpa_cudnn").limits.option_reasons(call):
-        return True
-    return call.q.shape[-3] >= 2048 and (call.causal or call.head_dim == 64)
-
-
 def _always(name: str, run: Run) -> Callable[[AttentionCall], Kernel]:
     kernel = Kernel(name, run)
     return lambda call: kernel
@@ -242,7 +235,7 @@ BACKENDS: tuple[Backend, ...] = (
         kernel=adapters.gluon_kernel,
         takes_packed=True,
         further_reasons=adapters.gluon_reasons,
-        in_auto=_gluon_in_auto,
+        in_auto=shape_comes_back,
     ),
     _sdpa(
         adapters.SDPA_CUDNN,
@@ -366,6 +359,12 @@ BACKENDS: tuple[Backend, ...] = (
         kernel=_always("labsupport.attention.reference.masked_attention", adapters.run_standard),
     ),
 )
+
+
+def in_order(entries: Iterable[Backend], call: AttentionCall) -> list[Backend]:
+    """Return the backends in the order in which "auto" tries them."""
+    first = preferred(call)
+    return sorted(entries, key=lambda x: first.index(x.name) if x.name in first else len(first))
 
 
 # Functions of a user's own, by the names that `register_backend` gave them; "auto" takes none.

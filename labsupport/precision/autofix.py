@@ -30,7 +30,7 @@ from torch import Tensor
 from labsupport.attention.backends import flash_attention
 from labsupport.attention.call import AttentionCall, BackendUnavailableError
 from labsupport.attention.flash_torch import autocast_off
-from labsupport.attention.implementations import BACKENDS, HALF_DTYPES, Backend, by_name
+from labsupport.attention.implementations import BACKENDS, HALF_DTYPES, Backend, by_name, in_order
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_alibi_slopes,
@@ -324,7 +324,7 @@ def _choose(
     if backend != "auto" and not by_name(backend).io_aware:
         return by_name(backend), candidates[0]  # flash_attention raises with the reason
     refused: dict[str, tuple[str, ...]] = {}
-    for entry in BACKENDS if backend == "auto" else (by_name(backend),):
+    for entry in in_order(BACKENDS, call) if backend == "auto" else (by_name(backend),):
         for dtype in candidates if entry.io_aware else ():
             tensors = (call.q, call.k, call.v)
             q, k, v = (  # of that dtype, without any numbers in them

@@ -6,11 +6,12 @@ import shlex
 from importlib.util import find_spec
 from itertools import product
 
+import pandas as pd
 import pytest
 import torch
 from typer.main import get_command
 
-from benchmarks import agreement, generation, predictor, trace
+from benchmarks import agreement, choose, generation, predictor, trace
 from benchmarks.__main__ import PROGRAMS, main, parser_of
 from benchmarks.training import last_that_runs
 from labsupport.analysis import nsight
@@ -193,3 +194,19 @@ def test_the_first_gradients_obey_the_rule_and_a_wrong_one_is_found(monkeypatch)
     errors = agreement.gradient_errors(*given, "sdpa_flash", CPU)
     faults = [name for name, report in errors.items() if not report.ok]
     assert faults == ["blocks.0.attention.query.weight"]
+
+
+def test_orders_name_the_fastest_backend_first(capsys):
+    sizes = ["--seqlen", "64,32", "--tokens", "64", "--hidden", "64", "--head-dim", "64"]
+    assert main(["choose", "--device", "cpu", "--seconds", "0.001", *sizes]) == 0
+    assert '(True, False, True): "S S S",' in capsys.readouterr().out
+
+    row = {"status": "ok", "direction": "forward", "head_dim": 128, "causal": True}
+    times = {(1024, 1): (3, 1, 2), (512, 32): (1, 2, 3), (1024, 16): (2, 1, 3)}
+    table = pd.DataFrame(
+        row | {"seqlen": seqlen, "batch": batch, "backend": name, "median_ms": ms}
+        for (seqlen, batch), each in times.items()
+        for name, ms in zip(("fa4", "flash_gluon", "sdpa_cudnn"), each, strict=True)
+    )
+    (line,) = choose.orders(table)
+    assert line.strip() == '(False, True, True): "GCF FGC GFC",'
