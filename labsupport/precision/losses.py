@@ -42,23 +42,29 @@ def compute_loss(
             cost of one more pass through the head. Without, only their copies in `dtype` are saved.
 
     Returns:
-        A scalar in `dtype`. If every token is ignored it is 0, with gradients of 0, so that a batch
-        of padding does not end a training run (`F.cross_entropy` gives NaN).
+        A scalar in `dtype`, summed in float32 or wider. If every token is ignored it is 0, with
+        gradients of 0, so that a batch of padding does not end a training run (`F.cross_entropy`
+        gives NaN).
 
     Chunks change no token's logits, loss or gradient beyond the rounding of another matmul shape.
     The gradient of the head's weight is a sum over the chunks in the weight's dtype: for a bfloat16
     weight one more rounding per chunk. On a GPU the check of the labels waits for the device, once.
 
     Raises:
-        ValueError: shapes that do not fit, or a label out of range.
-        TypeError: labels that are not integers.
+        ValueError: shapes that do not fit, a label out of range, chunk_size below 1.
+        TypeError: labels that are not integers; logits or a dtype that are not floating.
 
     >>> compute_loss(torch.zeros(2, 3, 10), torch.zeros(2, 3, dtype=torch.long))
     tensor(2.3026)
     """
-    if labels.is_floating_point() or labels.dtype == torch.bool:
+    if labels.is_floating_point() or labels.dtype in (torch.bool, torch.complex64):
         raise TypeError(f"labels must be integers (the right token), not {short(labels.dtype)}.")
-    if logits.shape[:-1] != labels.shape:
+    for wanted in (logits.dtype, dtype):
+        if not wanted.is_floating_point:
+            raise TypeError(f"logits and dtype must be floating, not {short(wanted)}.")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}: at least 1 token, or None for all of them.")
+    if not logits.ndim or logits.shape[:-1] != labels.shape or not logits.shape[-1]:
         raise ValueError(
             f"logits {tuple(logits.shape)} must be (..., V), or hidden states (..., width) with a "
             f"head; labels {tuple(labels.shape)} the same without the last dimension: one label "
@@ -91,5 +97,6 @@ def compute_loss(
         # split instead of slices: the backward of each slice would fill a tensor of the full size.
         pairs = zip(rows.split(chunk_size), targets.split(chunk_size), strict=True)
         losses = torch.cat([checkpoint(token_losses, *pair, use_reentrant=False) for pair in pairs])
-    # One sum over all tokens, chunked or not: the same rounding.
-    return losses.sum() / counted.sum().clamp(min=1)
+    # One sum over all tokens, chunked or not: the same rounding. In float16 it would overflow.
+    total = losses.sum(dtype=torch.promote_types(dtype, torch.float32))
+    return (total / counted.sum().clamp(min=1)).to(dtype)

@@ -20,7 +20,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+
+from labsupport.profiling.units import format_bytes
 
 
 class CheckpointError(RuntimeError):
@@ -48,6 +50,7 @@ class Checkpoints:
 
     Raises:
         CheckpointError: the folder holds a run of an older version of the lab.
+        ValueError: keep is below 1.
 
     >>> import tempfile
     >>> import torch
@@ -63,6 +66,8 @@ class Checkpoints:
     def __init__(
         self, folder: Path | str, *, keep: int = 2, group: dist.ProcessGroup | None = None
     ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: at least 1 checkpoint, the newest")
         self.folder, self.keep, self.group = Path(folder), keep, group
         self.first = group is None or dist.get_rank(group) == 0
         if next(self.folder.glob("step-*.pt"), None) is not None:
@@ -73,7 +78,13 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Return all whole checkpoints, the newest first."""
-        return sorted(self.folder.glob("step-*"), key=step_of, reverse=True)
+        found = (path for path in self.folder.glob("step-*") if path.name[5:].isdigit())
+        return sorted(found, key=step_of, reverse=True)
+
+    def _newest(self) -> Path:
+        if not (paths := self.paths()):
+            raise CheckpointError(f"there is no checkpoint in {self.folder}")
+        return paths[0]
 
     def save(self, step: int, state: Mapping[str, Tensor], run: Mapping[str, Any]) -> None:
         """Write a checkpoint, then delete the oldest ones.
@@ -85,7 +96,10 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it could not be written. The older ones are untouched.
+            ValueError: step is below 0.
         """
+        if step < 0:
+            raise ValueError(f"step is {step}: 0 or more steps are done")
         partial, failure = self.folder / f"partial-{step:06d}", None
         try:
             self._call(dcp.save, state, partial)
@@ -103,7 +117,9 @@ class Checkpoints:
         failures = gather(failure, self.group)
         if any(failures):
             shutil.rmtree(partial, ignore_errors=True)
-            said = next(filter(None, failures))
+            said: str = next(filter(None, failures))
+            with suppress(OSError):
+                said += f" ({format_bytes(shutil.disk_usage(self.folder).free)} are free there)"
             raise CheckpointError(f"step {step} cannot be saved in {self.folder}: {said}")
 
     def run(self) -> dict[str, Any] | None:
@@ -124,18 +140,25 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be read.
         """
-        path = self.paths()[0]
+        return {name: tuple(getattr(about, "size", ())) for name, about in self._about().items()}
+
+    def _about(self) -> Mapping[str, Any]:
+        path = self._newest()
         with _readable(path):
-            found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-            return {name: tuple(getattr(about, "size", ())) for name, about in found.items()}
+            return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Read the newest checkpoint into these tensors, in place.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: it cannot be read, or there is none.
+            ResumeError: a tensor was saved in another dtype.
         """
-        path = self.paths()[0]
+        path, about = self._newest(), self._about()
+        for name, tensor in state.items():
+            saved = getattr(about.get(name), "properties", tensor).dtype
+            if saved != tensor.dtype:
+                raise ResumeError(f"{path} holds {name} in {saved}, and here it is {tensor.dtype}")
         with _readable(path):
             self._call(dcp.load, state, path)
 
@@ -195,6 +218,8 @@ def _cause(error: BaseException) -> str:
     """Return a rank's own error as text, where `torch.distributed.checkpoint` has wrapped it."""
     if isinstance(error, dcp.CheckpointException):
         error = next(iter(error.failures.values()))[0]
+    if "inline_container" in str(error):  # PyTorch's writer of files
+        return "a file could not be written whole: is the disk full, or a quota reached?"
     return repr(error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
@@ -38,7 +39,7 @@ class DecoderConfig:
         norm_eps: added to variances and mean squares.
 
     Raises:
-        ValueError: sizes or names that do not fit together.
+        ValueError: sizes or names that do not fit together; numbers that are not finite.
 
     >>> DecoderConfig.preset("gpt2-small").parameters
     123653376
@@ -65,8 +66,13 @@ class DecoderConfig:
         for field, kinds in (("positions", Positions), ("norm", Norm), ("mlp", Mlp)):
             if (value := getattr(self, field)) not in get_args(kinds):
                 raise ValueError(f"{field} is {value!r}, but must be one of {get_args(kinds)}.")
-        if min(self.vocab_size, self.width, self.layers, self.heads, self.key_heads) < 1:
+        sizes = (self.vocab_size, self.width, self.layers, self.heads, self.key_heads)
+        sizes += (self.inner_width, self.max_positions)
+        if any(size < 1 or size % 1 for size in sizes):
             raise ValueError(f"sizes must be at least 1: {self}")
+        numbers = (self.rope_base, self.rope_scaling, self.norm_eps)
+        if not (all(map(math.isfinite, numbers)) and min(numbers[:2]) > 0 <= self.norm_eps):
+            raise ValueError(f"rope_base, rope_scaling and norm_eps must be positive: {self}")
         if self.width % self.heads or self.heads % self.key_heads:
             raise ValueError(
                 f"width {self.width} must be a multiple of {self.heads} heads, and these of "
@@ -188,12 +194,14 @@ class MemoryOptions:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} is {size}: at least 1, or None.")
+        if self.residual is not None and not self.residual.is_floating_point:
+            raise ValueError(f"residual is {self.residual}, and must be a floating dtype.")
         if self.offload and not self.checkpoint:
             raise ValueError("offload moves what checkpoint stores: use checkpoint=True, too.")
 
     @classmethod
-    def named(cls, names: Iterable[str], *, attention: str = "auto") -> MemoryOptions:
-        """Return options by short names, some with a number of tokens or heads.
+    def named(cls, names: str | Iterable[str], *, attention: str = "auto") -> MemoryOptions:
+        """Return options by short names, some with a number of tokens or heads; a string is one.
 
         >>> MemoryOptions.named(["checkpoint", "mlp=8192", "loss"]).mlp_chunk
         8192
@@ -206,7 +214,7 @@ class MemoryOptions:
         numbered["heads"] = ("head_chunk", 1)
         plain = {"checkpoint": True, "offload": True, "residual": torch.bfloat16}
         chosen: dict[str, Any] = {}
-        for entry in names:
+        for entry in [names] if isinstance(names, str) else names:
             name, equals, number = entry.partition("=")
             if name in plain and not equals:
                 chosen[name] = plain[name]
@@ -251,7 +259,8 @@ class TrainConfig:
     left out.
 
     Raises:
-        ValueError: a count below 1, more warm-up than steps, both autocast and policy.
+        ValueError: a count below 1, more warm-up than steps, a rate, a decay or a limit of the norm
+            that is not finite or has the wrong sign, both autocast and policy.
 
     >>> TrainConfig(steps=100, warmup_steps=10, learning_rate=1e-3).steps
     100
@@ -275,12 +284,23 @@ class TrainConfig:
     def __post_init__(self) -> None:
         counts = "steps gradient_accumulation_steps keep checkpoint_every decay_steps"
         for name in counts.split():
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}, and must be at least 1")
+            if (value := getattr(self, name)) is not None and (value < 1 or value % 1):
+                raise ValueError(f"{name} is {value}, and must be a whole number, at least 1")
         if not 0 <= self.warmup_steps <= self.last_step:
             raise ValueError(f"warmup_steps is {self.warmup_steps}: 0 to {self.last_step} steps")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}, and must be above 0")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate is {self.learning_rate}: above 0, and finite")
+        if not 0 <= self.weight_decay < math.inf or not 0 <= self.final_fraction <= 1:
+            raise ValueError(
+                f"weight_decay is {self.weight_decay} and final_fraction {self.final_fraction}: "
+                "at least 0, and the fraction at most 1"
+            )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm is {self.max_grad_norm}: above 0, or None")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are {self.betas}: two numbers from 0 to below 1")
+        if self.seed < 0 or self.seed % 1:
+            raise ValueError(f"seed is {self.seed}: a whole number, 0 or more")
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"autocast is {self.autocast}: bfloat16, float16, or None for float32")
         if self.autocast is not None and self.policy is not None:

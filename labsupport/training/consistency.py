@@ -8,6 +8,7 @@ benchmarks agreement` records the answers.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,10 +21,15 @@ def together(table: pd.DataFrame, steps: int = 20) -> float:
     Args:
         table: one row a step of each run: backend, seed, step, loss.
 
+    Returns:
+        NaN if one of those losses is.
+
     Raises:
         ValueError: no seed has two attentions.
     """
     first = table[table.step < steps]
+    if first.loss.isna().any():  # what pivot_table would leave out
+        return math.nan
     wide = first.pivot_table(index=["seed", "step"], columns="backend", values="loss").dropna()
     if wide.shape[1] < 2 or wide.empty:
         raise ValueError("losses of two attentions with the same seed are needed")

@@ -76,6 +76,7 @@ def pack(
 
     Raises:
         ValueError: length below 2.
+        TypeError: a document that is no sequence of integers: a text has to be encoded first.
 
     >>> first, second = pack([[1, 1, 1, 1, 1], [2, 2, 2], [3, 3, 3, 3, 3]], 8, end_token=0)
     >>> first.cu_seqlens.tolist(), second.labels.tolist()
@@ -87,7 +88,7 @@ def pack(
     labels: list[int] = []
     starts: list[int] = []
     for document in documents:
-        encoded = document if isinstance(document, Encoded) else Encoded(list(document))
+        encoded = document if isinstance(document, Encoded) else Encoded(_tokens(document))
         ids = [*encoded.tokens, end_token]
         after = [*ids[1:], IGNORED]
         if encoded.wanted is not None:
@@ -105,6 +106,17 @@ def pack(
                 tokens, labels, starts = [], [], []
     if tokens:
         yield _packed(tokens, labels, starts, length, end_token)
+
+
+def _tokens(document: Any) -> list[int]:
+    """Return a document's tokens as numbers."""
+    tokens = document.tolist() if isinstance(document, Tensor) else document
+    if isinstance(tokens, Sequence) and all(hasattr(token, "__index__") for token in tokens):
+        return [int(token) for token in tokens]
+    raise TypeError(
+        f"a document is a sequence of its tokens' numbers, but {document!r:.60} was given: encode "
+        "a text first, and put one document into a list"
+    )
 
 
 def _packed(
@@ -167,14 +179,17 @@ def batches(
         accumulation: sequences in each step.
 
     Raises:
-        ValueError: no documents; accumulation below 1.
+        ValueError: no documents; accumulation below 1, or length below 2; a step below 0.
 
     >>> stream = batches([[1, 2, 3], [4, 5]], 4, end_token=0)
     >>> [packed.tokens.shape for packed in stream(1)]
     [torch.Size([1, 4])]
     """
-    if not documents or accumulation < 1:
-        raise ValueError(f"{len(documents)} documents, accumulation={accumulation}: at least 1")
+    if not documents or accumulation < 1 or length < 2:
+        raise ValueError(
+            f"{len(documents)} documents, accumulation={accumulation}, length={length}: at least "
+            "1, 1 and 2"
+        )
     total = sum(len(d.tokens if isinstance(d, Encoded) else d) + 1 for d in documents)
     each = -(-total // length)  # sequences of an epoch
     mixed = Dice(seed).below(2**53)  # neighbouring seeds share no epoch's order
@@ -189,7 +204,18 @@ def batches(
             kept[epoch] = list(pack(order, length, end_token=end_token))
         return kept[epoch][index]
 
-    return lambda step: [sequence(step * accumulation + i) for i in range(accumulation)]
+    return _by_step(sequence, accumulation)
+
+
+def _by_step(sequence: Callable[[int], Packed], accumulation: int) -> Stream:
+    """Return the sequences of a step."""
+
+    def stream(step: int) -> list[Packed]:
+        if step < 0:
+            raise ValueError(f"steps count from 0, and {step} was given")
+        return [sequence(step * accumulation + i) for i in range(accumulation)]
+
+    return stream
 
 
 def generated(
@@ -207,7 +233,12 @@ def generated(
         length, end_token: as for `pack`.
         accumulation: sequences in each step.
         first_seed: of the first document; the following ones count up. Test with seeds below it.
+
+    Raises:
+        ValueError: accumulation below 1; a step below 0; a document that is too long.
     """
+    if accumulation < 1:
+        raise ValueError(f"accumulation is {accumulation}: at least 1 sequence in a step")
 
     def sequence(number: int) -> Packed:
         packed = list(pack([make(first_seed + number)], length, end_token=end_token))
@@ -215,7 +246,7 @@ def generated(
             raise ValueError(f"a document with its end token has more than {length} tokens")
         return packed[0]
 
-    return lambda step: [sequence(step * accumulation + i) for i in range(accumulation)]
+    return _by_step(sequence, accumulation)
 
 
 def together(sequences: Sequence[Packed], batch: int, *, apart: bool) -> list[dict[str, Tensor]]:
@@ -224,12 +255,17 @@ def together(sequences: Sequence[Packed], batch: int, *, apart: bool) -> list[di
     With `apart` a micro-batch is one long sequence, (1, batch * length), in which no document sees
     another; else it has rows, (batch, length), and a row's documents see those before them.
 
+    Raises:
+        ValueError: batch below 1, or sequences of different lengths.
+
     >>> one, two = pack([[1, 2, 3], [4, 5, 6]], 4, end_token=0)
     >>> [(batch["tokens"].shape, *batch) for batch in together([one, two], 2, apart=False)]
     [(torch.Size([2, 4]), 'tokens', 'labels')]
     >>> together([one, two], 2, apart=True)[0]["cu_seqlens"]
     tensor([0, 4, 8], dtype=torch.int32)
     """
+    if batch < 1 or len({one.tokens.shape for one in sequences}) > 1:
+        raise ValueError(f"batch is {batch}: at least 1, of sequences of one length")
     joined = []
     for start in range(0, len(sequences), batch):
         some, dim = sequences[start : start + batch], 1 if apart else 0
@@ -356,8 +392,8 @@ def help_documents() -> list[Document]:
     return [Document(f"help({n!r}), {ORIGIN}", text) for n, text in python_topics().items()]
 
 
-def source_documents(modules: Iterable[str] = MODULES) -> list[Document]:
-    """Return source files of the standard library, by module, without importing them.
+def source_documents(modules: str | Iterable[str] = MODULES) -> list[Document]:
+    """Return source files of the standard library, by module or one, without importing them.
 
     Raises:
         ValueError: a name that is no module with a Python source.
@@ -365,13 +401,15 @@ def source_documents(modules: Iterable[str] = MODULES) -> list[Document]:
     >>> source_documents(["argparse"])[0].name
     "argparse's source, CPython ..."
     """
-    return [Document(f"{name}'s source, {ORIGIN}", source_text(name)) for name in modules]
+    names = [modules] if isinstance(modules, str) else modules
+    return [Document(f"{name}'s source, {ORIGIN}", source_text(name)) for name in names]
 
 
-def documents_from(paths: Iterable[str | Path]) -> list[Document]:
+def documents_from(paths: str | Path | Iterable[str | Path]) -> list[Document]:
     """Read text files as documents; of a folder, all text files in it and below, sorted by path.
 
-    Text is UTF-8 without NUL. In a folder other files are left out, and so is what is hidden.
+    A string is one path. Text is UTF-8 without NUL. In a folder other files are left out, and so is
+    what is hidden.
 
     Raises:
         FileNotFoundError: no such file or folder.
@@ -381,6 +419,7 @@ def documents_from(paths: Iterable[str | Path]) -> list[Document]:
     ['README.md']
     """
     documents = []
+    paths = [paths] if isinstance(paths, str | Path) else list(paths)
     for path in map(Path, paths):
         files = [path]
         if path.is_dir():

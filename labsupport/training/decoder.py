@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from labsupport.attention import attention, attention_varlen
 from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
+from labsupport.precision.dtypes import short
 from labsupport.precision.losses import compute_loss
 from labsupport.training.config import DecoderConfig, MemoryOptions
 from labsupport.training.memory import HostStore, chunked_cross_entropy, in_chunks, shared_gradient
@@ -141,27 +142,23 @@ class Decoder(nn.Module):
             (batch, seqlen, width), in the dtype of the projections (autocast's, if it is on).
 
         Raises:
-            ValueError: several sequences with cu_seqlens; a position after the last learned one.
+            ValueError: tokens, positions or cu_seqlens of other shapes or dtypes, or that do not
+                fit together; a token beyond the vocabulary; a position that was not learned.
         """
-        if cu_seqlens is not None:
-            if len(tokens) != 1:
-                raise ValueError(
-                    f"cu_seqlens cuts one packed sequence into documents, but tokens "
-                    f"{tuple(tokens.shape)} are several: tokens.reshape(1, -1)"
-                )
-            cu_seqlens = cu_seqlens.cpu()  # read here once; each layer would wait for a GPU again
+        cu_seqlens = self._checked(tokens, positions, cu_seqlens)
         counted = positions is None and cu_seqlens is None
         if positions is None:
             positions = _positions(tokens, cu_seqlens)
         x = self.embedding(tokens)
         turn: Turn = None
         if self.config.positions == "learned":
-            last = tokens.shape[1] - 1 if counted else int(positions.max())
-            if last >= self.config.max_positions:
-                raise ValueError(
-                    f"position {last} is beyond the {self.config.max_positions} that this model "
-                    'has learned: shorten the sequence, or use positions="rotary".'
-                )
+            for position in (tokens.shape[1] - 1,) if counted else _ends(positions):
+                if not 0 <= position < self.config.max_positions:
+                    raise ValueError(
+                        f"position {position} is not one of the {self.config.max_positions}, from "
+                        "0 on, that this model has learned: shorten the sequence, or use "
+                        'positions="rotary".'
+                    )
             x = x + self.position_embedding(positions)
         else:
             turn = self.turn(positions)
@@ -176,6 +173,51 @@ class Decoder(nn.Module):
                 # Nothing in a block is random: no generator's state to keep.
                 x = _checkpointed(block, *inputs) if again else block(*inputs)
         return self.norm(x)
+
+    def _checked(
+        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor | None:
+        """Check the inputs against each other; return cu_seqlens on the CPU."""
+        shape = tuple(tokens.shape)
+        if tokens.dtype not in (torch.int64, torch.int32) or len(shape) != 2 or not all(shape):
+            raise ValueError(
+                f"tokens must be (batch, seqlen) integers, int64 or int32, at least one, but "
+                f"{short(tokens.dtype)} {shape} were given."
+            )
+        # A GPU's own check ends the program, but costs nothing; this one would wait for it.
+        for token in _ends(tokens) if tokens.device.type == "cpu" else ():
+            if not 0 <= token < self.config.vocab_size:
+                raise ValueError(
+                    f"token {token} is out of range: the vocabulary has {self.config.vocab_size} "
+                    "tokens. Is it this model's tokenizer?"
+                )
+        if positions is not None and positions.shape not in (shape, shape[1:]):
+            raise ValueError(
+                f"positions {tuple(positions.shape)} must be (seqlen,) or (batch, seqlen), as "
+                f"tokens {shape}."
+            )
+        if cu_seqlens is None:
+            return None
+        if len(tokens) != 1:
+            raise ValueError(
+                f"cu_seqlens cuts one packed sequence into documents, but tokens {shape} are "
+                "several: tokens.reshape(1, -1)"
+            )
+        # Read here once; each layer would wait for a GPU again.
+        cu_seqlens = torch.as_tensor(cu_seqlens, device="cpu")
+        steps = cu_seqlens.tolist()
+        whole = cu_seqlens.dtype in (torch.int64, torch.int32) and cu_seqlens.ndim == 1
+        if not whole or steps[:1] != [0] or steps[-1] != shape[1] or steps != sorted(steps):
+            raise ValueError(
+                "cu_seqlens must be 1-D integers that start at 0, never fall, and end at "
+                f"{shape[1]}, the number of tokens, but {steps} was given."
+            )
+        return cu_seqlens
+
+
+def _ends(numbers: Tensor) -> list[int]:
+    """Return the smallest and the largest."""
+    return torch.stack(torch.aminmax(numbers)).tolist()
 
 
 _checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

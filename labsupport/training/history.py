@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -76,8 +77,7 @@ class History:
     @property
     def tokens_per_s(self) -> float:
         """The median over the steps: the first one is slower. NaN without a step."""
-        rates = sorted(row.tokens_per_s for row in self.rows)
-        return rates[len(rates) // 2] if rates else math.nan
+        return statistics.median([row.tokens_per_s for row in self.rows] or [math.nan])
 
     @property
     def peak_bytes(self) -> int:

@@ -28,8 +28,20 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the tokens' text; U+FFFD for bytes that are no UTF-8, nothing for end tokens."""
-        return bytes(i for i in map(int, ids) if i != self.end_token).decode(errors="replace")
+        """Return the tokens' text; U+FFFD for bytes that are no UTF-8, nothing for end tokens.
+
+        Raises:
+            ValueError: an id that is no token.
+        """
+        return bytes(self._texts_tokens(ids)).decode(errors="replace")
+
+    def _texts_tokens(self, ids: Iterable[int]) -> list[int]:
+        """Return the ids without end tokens."""
+        numbers = [int(i) for i in ids]
+        for i in numbers:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"{i} is no token: there are 0 ... {self.vocab_size - 1}")
+        return [i for i in numbers if i != self.end_token]
 
     def spans(self, text: str) -> list[Span]:
         """Return the characters [start, end) that each of the text's tokens covers."""
@@ -50,8 +62,7 @@ class BytePairTokenizer(ByteTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the tokens' text; U+FFFD for bytes that are no UTF-8, nothing for end tokens."""
-        kept = [i for i in map(int, ids) if i != self.end_token]
-        return self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(self._texts_tokens(ids), clean_up_tokenization_spaces=False)
 
     def spans(self, text: str) -> list[Span]:
         """Return the characters [start, end) that each of the text's tokens covers."""
@@ -85,10 +96,17 @@ class Encoded:
     Attributes:
         tokens: without an end token.
         wanted: one bool a token; None: all of them, and the end token after them.
+
+    Raises:
+        ValueError: not one bool a token.
     """
 
     tokens: list[int]
     wanted: list[bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.wanted is not None and len(self.wanted) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens, but wanted has {len(self.wanted)} bools")
 
 
 def encode(tokenizer: Tokenizer, text: str, wanted: Sequence[Span] | None = None) -> Encoded:
@@ -98,6 +116,9 @@ def encode(tokenizer: Tokenizer, text: str, wanted: Sequence[Span] | None = None
     these are wanted; a byte-pair token may reach over a span's border: " red" holds "red" and the
     space before it. None: all tokens are wanted.
 
+    Raises:
+        ValueError: a span that does not lie in the text.
+
     >>> encode(ByteTokenizer(), "a: 7.", [(3, 4)]).wanted
     [False, False, False, True, False]
     """
@@ -106,5 +127,7 @@ def encode(tokenizer: Tokenizer, text: str, wanted: Sequence[Span] | None = None
         return Encoded(tokens)
     characters = bytearray(len(text))
     for start, end in wanted:
+        if not 0 <= start <= end <= len(text):
+            raise ValueError(f"the span {start, end} is not in a text of {len(text)} characters")
         characters[start:end] = b"\1" * (end - start)
     return Encoded(tokens, [any(characters[start:end]) for start, end in tokenizer.spans(text)])

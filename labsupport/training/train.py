@@ -472,10 +472,15 @@ def learning_rate(step: int, settings: TrainConfig) -> float:
     It depends on nothing but the step, so there is nothing to save and nothing to get out of step.
     The cosine is that of Loshchilov and Hutter, SGDR (ICLR 2017), section 3, without restarts.
 
+    Raises:
+        ValueError: a step below 0.
+
     >>> settings = TrainConfig(steps=110, learning_rate=1.0, warmup_steps=10)
     >>> [round(learning_rate(step, settings), 3) for step in (0, 9, 10, 60, 110)]
     [0.1, 1.0, 1.0, 0.55, 0.1]
     """
+    if step < 0:
+        raise ValueError(f"steps count from 0, and {step} was given")
     highest, warmup = settings.learning_rate, settings.warmup_steps
     if step < warmup:
         return highest * (step + 1) / warmup
@@ -513,7 +518,15 @@ def write_text(model: nn.Module, prompt: Tensor, count: int, *, context: int) ->
 
     `prompt` is (1, seqlen) int64; the model sees at most `context` tokens at a time. Returns the
     prompt and its continuation, (1, seqlen + count), or less if the model's numbers are not finite.
+
+    Raises:
+        ValueError: a prompt of another shape, or without a token; count below 0, context below 1.
     """
+    if prompt.ndim != 2 or len(prompt) != 1 or not prompt.numel() or count < 0 or context < 1:
+        raise ValueError(
+            f"prompt {tuple(prompt.shape)}, count {count}, context {context}: they must be "
+            "(1, seqlen) with a token, 0 or more, 1 or more"
+        )
     generator, tokens = torch.Generator().manual_seed(0), prompt
     with torch.no_grad():
         for _ in range(count):
