@@ -19,8 +19,8 @@ from typing import Any
 
 import lazy_loader
 
-__getattr__: Any
-__getattr__, __dir__, __all__ = lazy_loader.attach(
+_attribute: Any
+_attribute, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "data_parallel": ["train_with_ddp", "train_with_fsdp"],
@@ -31,11 +31,36 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "positions_of",
             "ring_attention",
             "ring_flash_attn_func",
+            "ring_flash_attn_kvpacked_func",
+            "ring_flash_attn_qkvpacked_func",
             "shard_sequence",
+            "stripe_flash_attn_func",
+            "stripe_flash_attn_kvpacked_func",
+            "stripe_flash_attn_qkvpacked_func",
             "triton_ring_flash_attn_func",
             "unshard_sequence",
             "zigzag_ring_flash_attn_func",
+            "zigzag_ring_flash_attn_kvpacked_func",
+            "zigzag_ring_flash_attn_qkvpacked_func",
         ],
         "sequence_parallel": ["shard_model", "train_with_ring"],
     },
 )
+
+# Other names of ring-flash-attention, by a part of them, and what to use.
+_INSTEAD = {
+    "_flash_attn_varlen": "a ring has no packed documents. Give each document a ring of its own, "
+    "or keep documents whole on a device, with labsupport.attention.attention_varlen",
+    "llama3_flash_attn": "its lengths belong to packed documents, which no ring here has; see "
+    "labsupport.attention.attention_varlen",
+    "substitute_hf_flash_attn": "labsupport.training.from_transformers(model) makes a Decoder, "
+    "which labsupport.distributed.shard_model computes around a ring",
+    "update_ring_flash_attn_params": "a ring has no packed documents, and needs no lengths",
+}
+
+
+def __getattr__(name: str) -> Any:
+    for part, instead in _INSTEAD.items():
+        if part in name:
+            raise ImportError(f"the lab has no {name}: {instead}.")
+    return _attribute(name)

@@ -513,7 +513,7 @@ def context_parallel(case: Setting, info: RankInfo) -> Iterator[Attend]:
 def silent_ring(layout: str, kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute a causal ring without messages, as if every rank had this rank's keys."""
     ring = _Silent()
-    plan = Plan.of(ring.size, q.shape[1], causal=True, zigzag=layout == "zigzag")
+    plan = Plan.of(ring.size, q.shape[1], causal=True, layout=layout)
     block_kernel = next(entry for entry in table.KERNELS if entry.name == kernel)
     call = RingCall(ring, plan, block_kernel, q.shape[-1] ** -0.5)
     return RingAttentionFunction.apply(q, k, v, call)[0]
@@ -530,7 +530,7 @@ def buffer_bytes(case: Setting, world: int) -> int:
     That is slots for what arrives, the results of one block beside the sums so far, and with more
     than two ranks float32 sums and the share that is being sent.
     """
-    plan = Plan.of(world, case.seqlen_per_rank, causal=True, zigzag=case.layout == "zigzag")
+    plan = Plan.of(world, case.seqlen_per_rank, causal=True, layout=case.layout)
     head = case.seqlen_per_rank * case.head_dim * getattr(torch, case.dtype).itemsize
     keys, results = 2 * case.kv_heads * head, case.heads * head
     if case.direction != "forward":

@@ -30,7 +30,6 @@ from labsupport.distributed.ring.plan import Plan
 Layout = Literal["contiguous", "zigzag"]
 Direction = Literal["forward", "backward", "forward+backward"]
 PRODUCTS = {"forward": 2, "backward": 5, "forward+backward": 7}
-ZIGZAG = {"contiguous": False, "zigzag": True}
 ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 BUCKET_BYTES = 25 * 2**20  # DDP's default
 
@@ -98,8 +97,7 @@ def predict_ring(
             float32 and reads the new part. None: that is free.
 
     Raises:
-        ValueError: sizes that do not fit.
-        KeyError: no such layout, dtype or direction.
+        ValueError: sizes that do not fit; no such layout. KeyError: no such dtype or direction.
 
     >>> one = predict_ring(8, 32768, heads=32, kv_heads=8, head_dim=128, single_ms=23.0)
     >>> round(one.efficiency, 2)
@@ -110,7 +108,7 @@ def predict_ring(
         raise ValueError(
             f"no ring: {world} ranks, {seqlen_per_rank} tokens, {heads}/{kv_heads} heads"
         )
-    plan = Plan.of(world, seqlen_per_rank, causal=causal, zigzag=ZIGZAG[layout])
+    plan = Plan.of(world, seqlen_per_rank, causal=causal, layout=layout)
     one = Plan.of(1, seqlen_per_rank, causal=causal).pairs(0)[0]
     narrow, wide = head_dim * ELEMENT[dtype], head_dim * 4  # bytes of a token's head
     add_ms = 0.0 if memory_gb_s is None else (narrow + 2 * wide) / memory_gb_s / 1e6

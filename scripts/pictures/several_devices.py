@@ -68,7 +68,7 @@ def _scores(axes, text, cut):
 
 def _times(axes, cut):
     length = 1000
-    plan = Plan.of(WORLD, length, causal=True, zigzag=cut)
+    plan = Plan.of(WORLD, length, causal=True, layout="zigzag" if cut else "contiguous")
     for rank in range(WORLD):
         at = 0.0
         for distance, pairs in zip(plan.route, plan.pairs(rank), strict=True):

@@ -22,6 +22,7 @@ from labsupport.distributed.ring import (
     ring_attention,
     ring_flash_attn_func,
     shard_sequence,
+    stripe_flash_attn_func,
     triton_ring_flash_attn_func,
     unshard_sequence,
     zigzag_ring_flash_attn_func,
@@ -47,13 +48,27 @@ FUNCTIONS = {
     "ring": ring_flash_attn_func,
     "triton": triton_ring_flash_attn_func,
     "zigzag": zigzag_ring_flash_attn_func,
+    "stripe": stripe_flash_attn_func,
 }
+
+
+def shard(x, rank, ranks, function, dim=1):
+    """A rank's shard, as the function wants it."""
+    if function == "stripe":
+        return x.unflatten(dim, (-1, ranks)).select(dim + 1, rank)
+    return shard_sequence(x, rank, ranks, zigzag=function == "zigzag", dim=dim)
+
+
+def whole(shards, function, dim=1):
+    """The sequence of all ranks' shards."""
+    if function == "stripe":
+        return torch.stack(shards, dim + 1).flatten(dim, dim + 1)
+    return unshard_sequence(shards, zigzag=function == "zigzag", dim=dim)
 
 
 def attend(rank, group, function, q, k, v, dout, options):
     """On a rank: its shards of out, lse, dq, dk and dv, and the report."""
-    size, zigzag = dist.get_world_size(group), function == "zigzag"
-    shards = [shard_sequence(x, rank, size, zigzag=zigzag) for x in (q, k, v, dout)]
+    shards = [shard(x, rank, dist.get_world_size(group), function) for x in (q, k, v, dout)]
     *inputs, dout = (x.clone().requires_grad_() for x in shards)
     out, lse = FUNCTIONS[function](*inputs, return_lse=True, group=group, **options)
     results = out.detach(), lse, *gradients(out, inputs, dout.detach())
@@ -75,11 +90,11 @@ def distributed(workers, ranks, inputs, dout, function="ring", **options):
     options.setdefault("causal", False)
     answers = workers.run(attend, function, *tensors, dout, options, ranks=ranks)
     parts = zip(*(results for results, _ in answers), strict=True)
-    whole = [
-        unshard_sequence(list(part), zigzag=function == "zigzag", dim=2 if name == "lse" else 1)
+    found = [
+        whole(list(part), function, dim=2 if name == "lse" else 1)
         for name, part in zip(("out", "lse", "dq", "dk", "dv"), parts, strict=True)
     ]
-    return whole, [report for _, report in answers]
+    return found, [report for _, report in answers]
 
 
 def shards_of(length, dtype=torch.float32):
@@ -114,12 +129,12 @@ def assert_like_one_device(
         assert report.ok, f"{name}: {report}"
 
 
-LAYOUTS = pytest.mark.parametrize("function", ["ring", "zigzag"])
+LAYOUTS = pytest.mark.parametrize("function", ["ring", "zigzag", "stripe"])
 
 
 @LAYOUTS
 @pytest.mark.parametrize("mask", MASKS)
-def test_both_layouts_agree_with_one_device(workers, mask, function):
+def test_all_layouts_agree_with_one_device(workers, mask, function):
     ranks = 4 if mask == "causal" else 3
     options = {"length": 6, "dtype": torch.float32, "function": function, **MASKS[mask]}
     assert_like_one_device(workers, ranks, **options)
@@ -353,7 +368,10 @@ def test_inputs_that_no_ring_takes_are_refused(group_of_one):
         (lambda: ring_flash_attn_func(q, k, v, dropout_p=0.1), r"no dropout, but dropout_p=0\.1"),
         (lambda: ring_flash_attn_func(q, k, v, alibi_slopes=torch.ones(2)), "has no ALiBi"),
         (lambda: ring_flash_attn_func(q[:, :4], k, v), "self-attention"),
-        (lambda: ring_flash_attn_func(q, k, v, layout="stripes"), "there are contiguous, zigzag"),
+        (
+            lambda: ring_flash_attn_func(q, k, v, layout="stripes"),
+            "there are .* striped",
+        ),
         (lambda: zigzag_ring_flash_attn_func(*shards_of(5)), "two chunks of one length, but 5"),
         (
             lambda: ring_flash_attn_func(q, k, v, kernel="flash"),

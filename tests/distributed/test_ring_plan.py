@@ -8,6 +8,7 @@ import torch
 from labsupport.attention import AttentionInputError
 from labsupport.attention.masks import AttentionMask
 from labsupport.distributed.ring import Plan, positions_of, shard_sequence, unshard_sequence
+from labsupport.distributed.ring.plan import LAYOUTS
 
 
 def kernels_view(pair):
@@ -19,9 +20,9 @@ def kernels_view(pair):
 
 WINDOWS = [(-1, -1), (0, 0), (3, 0), (6, 2), (7, -1), (-1, 7), (20, 20)]
 PLANS = [
-    Plan.of(ranks, 6, causal=causal, window_size=window, zigzag=zigzag)
-    for (causal, zigzag, window), ranks in zip(
-        itertools.product(*[(False, True)] * 2, WINDOWS * 2), itertools.cycle((4, 3, 8, 2, 1))
+    Plan.of(ranks, 6, causal=causal, window_size=window, layout=layout)
+    for (causal, layout, window), ranks in zip(
+        itertools.product((False, True), LAYOUTS, WINDOWS * 2), itertools.cycle((4, 3, 8, 2, 1))
     )
 ]
 
@@ -60,10 +61,10 @@ def test_the_block_pairs_of_all_ranks_make_up_the_whole_mask():
     for plan in PLANS:
         total = plan.world_size * plan.length
         seen = torch.zeros(total, total, dtype=torch.int64)
-        places = [
-            positions_of(plan.length, rank, plan.world_size, zigzag=plan.zigzag)
-            for rank in range(plan.world_size)
-        ]
+        ranks, zigzag = range(plan.world_size), plan.layout == "zigzag"
+        places = [positions_of(plan.length, r, plan.world_size, zigzag=zigzag) for r in ranks]
+        if plan.layout == "striped":
+            places = [torch.arange(rank, total, plan.world_size) for rank in ranks]
         for rank, owner in itertools.product(range(plan.world_size), repeat=2):
             for pair in plan.table[rank][owner]:
                 rows, cols = places[rank][pair.rows, None], places[owner][None, pair.cols]
@@ -77,14 +78,14 @@ def test_the_block_pairs_of_all_ranks_make_up_the_whole_mask():
 
 
 def test_zigzag_shares_causal_work_equally_in_every_step():
-    plan = Plan.of(4, 8, causal=True, zigzag=True)
+    plan = Plan.of(4, 8, causal=True, layout="zigzag")
     assert len({tuple(plan.pairs(rank)) for rank in range(4)}) == 1
     assert sum(sum(plan.pairs(rank)) for rank in range(4)) == 32 * 33 // 2
     assert {len(pairs) for row in plan.table for pairs in row} == {1}, "one call of a kernel"
     contiguous = Plan.of(4, 8, causal=True)
     assert [sum(contiguous.pairs(rank)) for rank in range(4)] == [36, 100, 164, 228]
     with pytest.raises(AttentionInputError, match="two chunks of one length, but 3"):
-        Plan.of(2, 3, causal=True, zigzag=True)
+        Plan.of(2, 3, causal=True, layout="zigzag")
     for left, steps in ((1024, 2), (1025, 3), (1500, 3), (100_000, 8)):
         assert Plan.of(8, 1024, causal=True, window_size=(left, 0)).route == tuple(range(steps))
 

@@ -134,7 +134,9 @@ def test_what_does_not_fit_or_exist_is_refused():
     for wrong in ({"kv_heads": 3}, {"world": 0}):
         with pytest.raises(ValueError, match="no ring"):
             ring(**wrong)
-    for wrong in ({"layout": "zigzagg"}, {"direction": "backwards"}, {"dtype": "fp16"}):
+    with pytest.raises(ValueError, match="layout 'zigzagg'"):
+        ring(layout="zigzagg")
+    for wrong in ({"direction": "backwards"}, {"dtype": "fp16"}):
         with pytest.raises(KeyError):
             ring(**wrong)
     with pytest.raises(ValueError, match="two chunks of one length"):

@@ -1,12 +1,14 @@
 """Ring attention in flash-attn's layout, one shard of the sequence on each rank.
 
-`shard_sequence` cuts a sequence, `ring_attention` computes a shard of the output (the field's names
-are it with a layout and a kernel), `gather_sequence` puts the results together, and
-`last_ring_call` says what ran and what was sent.
+`shard_sequence` cuts a sequence, `ring_attention` computes a shard of the output (`drop_in` has the
+field's names for it), `gather_sequence` puts the results together, and `last_ring_call` says what
+ran and what was sent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,9 +26,8 @@ from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCal
 from labsupport.distributed.ring.kernels import choose
 from labsupport.distributed.ring.plan import Plan
 from labsupport.distributed.ring.transport import TRANSPORTS, Ring, Traffic
-from labsupport.distributed.ring.zigzag import check_even
 
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS = ("contiguous", "zigzag")  # that `shard_sequence` cuts
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,8 @@ class RingOptions:
     Attributes:
         layout: "contiguous": rank r holds shard r. "zigzag": chunks r and 2W - 1 - r; under a
             causal mask all ranks then compute equally much, in every step. Such shards come from
-            `shard_sequence(..., zigzag=True)`, RoPE's positions from `positions_of`.
+            `shard_sequence(..., zigzag=True)`, RoPE's positions from `positions_of`. "striped":
+            tokens r, r + W, r + 2W, ...: `x[:, r::W]`.
         kernel: "cudnn" and "native" (PyTorch's own), "flash_triton", "flash_torch", "fa4", or
             "auto", the first of `kernels.KERNELS` that can: on Hopper cuDNN, whose gradients differ
             in the last bits from run to run; torch.use_deterministic_algorithms(True) forbids it.
@@ -44,6 +46,7 @@ class RingOptions:
             `labsupport.attention.attention`. Keys outside of the window are not sent.
         softmax_scale: factor on the scores; 1 / sqrt(head_dim) unless given.
         alibi_slopes, dropout_p: refused unless None and 0.
+        deterministic: gradients are the same bits every time: on a GPU, flash_triton's.
         group: the process group; all processes unless given. NCCL on GPUs, gloo on CPUs.
         transport: "copy_engines" (GPUs of one machine), "send_receive", or "auto", the first that
             can. A group's first ring on GPUs finds out, with a small message.
@@ -51,13 +54,14 @@ class RingOptions:
             error on all of them and not a hang. One small message; a GPU is waited for.
     """
 
-    layout: Literal["contiguous", "zigzag"] = "contiguous"
+    layout: Literal["contiguous", "zigzag", "striped"] = "contiguous"
     kernel: str = "auto"
     causal: bool = False
     softmax_scale: float | None = None
     window_size: tuple[int, int] = (-1, -1)
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
+    deterministic: bool = False
     group: dist.ProcessGroup | None = None
     transport: str = "auto"
     check_ranks: bool = True
@@ -84,10 +88,9 @@ class RingReport:
     slot_bytes: int
 
     def __str__(self) -> str:
-        layout = LAYOUTS[self.plan.zigzag]
         ranks, hops = self.plan.world_size, self.plan.hops
         lines = [
-            f"{self.kernel} ran on {ranks} rank{'s' * (ranks != 1)}, {layout} shards of "
+            f"{self.kernel} ran on {ranks} rank{'s' * (ranks != 1)}, {self.plan.layout} shards of "
             f"{self.plan.length} tokens, {hops} hop{'s' * (hops != 1)} by {self.transport}; "
             f"{self.traffic}"
         ]
@@ -135,13 +138,10 @@ def ring_attention(
     >>> cleanup_ddp()
     """
     global _last
-    chosen = RingOptions(**options)
-    try:
+    with refused_by_all(options):
+        chosen = RingOptions(**options)
+        _check_switches(chosen, return_lse)
         call, request, refused = _prepared(q, k, v, chosen)
-    except Exception as error:
-        if chosen.check_ranks and dist.is_initialized() and dist.get_rank(chosen.group) >= 0:
-            all_gather_object(str(error), chosen.group)  # the others wait for this rank
-        raise
     if chosen.check_ranks and call.ring.size > 1:
         _validate_across_ranks(call, request, chosen.transport)
     transport, why_not = call.ring.connect(chosen.transport, (k, v), call.plan.slots)
@@ -154,43 +154,25 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`ring_attention` of contiguous shards, its default.
-
-    >>> info = setup_ddp()
-    >>> q = k = v = torch.randn(1, 16, 4, 8)  # this rank's shard
-    >>> ring_flash_attn_func(q, k, v, causal=True).shape
-    torch.Size([1, 16, 4, 8])
-    >>> cleanup_ddp()
-    """
-    return ring_attention(q, k, v, **options)
-
-
-def triton_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`ring_attention` of contiguous shards by the lab's own Triton kernels.
-
-    >>> info = setup_ddp()
-    >>> q = k = v = torch.randn(1, 16, 2, 16)  # this rank's shard
-    >>> triton_ring_flash_attn_func(q, k, v, causal=True).shape
-    torch.Size([1, 16, 2, 16])
-    >>> cleanup_ddp()
-    """
-    options.setdefault("kernel", "flash_triton")
-    return ring_attention(q, k, v, **options)
+@contextmanager
+def refused_by_all(options: dict[str, Any]) -> Iterator[None]:
+    """Let the other ranks of a ring with these options know an error in the body."""
+    try:
+        yield
+    except Exception as error:
+        group = options.get("group")
+        checked = options.get("check_ranks", True) and dist.is_available() and dist.is_initialized()
+        if checked and dist.get_rank(group) >= 0:
+            all_gather_object(str(error), group)  # they wait for this rank
+        raise
 
 
-def zigzag_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`ring_attention` of zigzag shards, causal by default.
-
-    >>> info = setup_ddp()
-    >>> whole = torch.randn(1, 16, 4, 8)
-    >>> q = k = v = shard_sequence(whole, info.rank, info.world, zigzag=True)
-    >>> zigzag_ring_flash_attn_func(q, k, v).shape
-    torch.Size([1, 16, 4, 8])
-    >>> cleanup_ddp()
-    """
-    options = {"layout": "zigzag", "causal": True, **options}
-    return ring_attention(q, k, v, **options)
+def _check_switches(options: RingOptions, return_lse: object) -> None:
+    """Refuse what was meant for another argument; anything but False and None would be true."""
+    switches = {name: getattr(options, name) for name in ("causal", "deterministic", "check_ranks")}
+    for name, value in (switches | {"return_lse (return_attn_probs)": return_lse}).items():
+        if not isinstance(value, bool):
+            raise AttentionInputError(f"{name} must be True or False, but {value!r} was given.")
 
 
 def _prepared(
@@ -204,8 +186,6 @@ def _prepared(
             "ring attention has no ALiBi: leave alibi_slopes out, and use rotary positions, or "
             "attention(..., alibi_slopes=...) on one device."
         )
-    if options.layout not in LAYOUTS:
-        raise AttentionInputError(f"layout {options.layout!r}: there are {', '.join(LAYOUTS)}.")
     if options.transport not in ("auto", *TRANSPORTS):
         listed = ", ".join(TRANSPORTS)
         raise AttentionInputError(f"transport {options.transport!r}: there are auto, {listed}.")
@@ -214,8 +194,6 @@ def _prepared(
             f"a rank holds queries and keys of the same tokens, but q has {q.shape[1]} and k "
             f"{k.shape[1]} of them: ring attention is self-attention."
         )
-    zigzag = options.layout == "zigzag"
-    check_even(q.shape[1], zigzag=zigzag)
     if options.dropout_p != 0.0:
         raise AttentionInputError(
             f"ring attention has no dropout, but dropout_p={options.dropout_p} was given: pass "
@@ -227,14 +205,21 @@ def _prepared(
         q.shape[1],
         causal=options.causal,
         window_size=tuple(options.window_size),
-        zigzag=zigzag,
+        layout=str(options.layout),
     )
     # To the plan, a window that covers the whole sequence is none.
     window = (-1 if plan.left is None else plan.left, -1 if plan.right is None else plan.right)
     request = AttentionCall(
         q, k, v, plan.right == 0, options.softmax_scale, window, return_lse=True
     )
-    kernel, refused = choose(options.kernel, request)
+    ordered = options.deterministic and q.is_cuda
+    name = "flash_triton" if ordered and options.kernel == "auto" else options.kernel
+    kernel, refused = choose(name, request)
+    if ordered and name not in ("flash_triton", "flash_torch"):
+        raise AttentionInputError(
+            f"deterministic=True: {name} adds up in any order. Leave kernel out, or ask for "
+            "flash_triton."
+        )
     return RingCall(ring, plan, kernel, request.scale), request, refused
 
 
@@ -246,7 +231,7 @@ def _validate_across_ranks(call: RingCall, request: AttentionCall, transport: st
         "kv_heads": request.kv_heads,
         "dtype": request.q.dtype,
         "window": (plan.left, plan.right),
-        "layout": LAYOUTS[plan.zigzag],
+        "layout": plan.layout,
         "softmax_scale": call.scale,
         "kernel": call.kernel.name,
         "transport": transport,

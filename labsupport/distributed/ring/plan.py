@@ -27,11 +27,8 @@ around the main diagonal only. A range beside it (low > 0, or high < 0) is one i
 
 There each query sees at least one key, so no kernel gets empty rows.
 
-ALiBi adds -s * |delta - (j - i)|, while a kernel counts |j - i|. For keys before the queries it is
--s * (delta + i - j): the kernel's own bias plus a constant where i >= j, and where i < j the
-kernel's bias for the slope -s. So the block is cut in two along its diagonal; the constant
-s * delta changes the log-sum-exp and not the output. (Biases up to s * n are rounded: in float32,
-with s = 1/2 and 1024 tokens a shard, the output errs by 1.5e-5 instead of 5e-7.)
+Striped shards (rank r holds tokens r, r + W, r + 2W, ...) need no chunks: query i is token
+r + W * i, and key j is token s + W * j, so a window is a range of diagonals j - i.
 """
 
 from __future__ import annotations
@@ -40,11 +37,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
+from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.masks import AttentionMask
 from labsupport.distributed.ring.zigzag import check_even, chunks_of
 
 UNLIMITED = (-1, -1)
 CAUSAL = (-1, 0)
+LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,8 @@ class Plan:
         world_size: W, the number of ranks.
         length: of one rank's shard.
         left, right: the window in the whole sequence; None means no limit. Causal is right = 0.
-        zigzag: each rank holds chunks r and 2W - 1 - r, not one run of the sequence.
+        layout: "contiguous": rank r holds run r of the sequence; "zigzag": chunks r and 2W - 1 - r;
+            "striped": every W-th token from r on.
 
     >>> Plan.of(8, 1024, causal=True, window_size=(1500, 0)).route
     (0, 1, 2)
@@ -122,7 +122,7 @@ class Plan:
     length: int
     left: int | None = None
     right: int | None = None
-    zigzag: bool = False
+    layout: str = "contiguous"
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -132,13 +132,19 @@ class Plan:
         *,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
-        zigzag: bool = False,
+        layout: str = "contiguous",
     ) -> Plan:
-        """Return the plan of flash-attn's options; AttentionInputError for odd zigzag shards."""
-        check_even(length, zigzag=zigzag)
+        """Return the plan of flash-attn's options.
+
+        Raises:
+            AttentionInputError: no such layout; zigzag shards of an odd length.
+        """
+        if layout not in LAYOUTS:
+            raise AttentionInputError(f"layout {layout!r}: there are {', '.join(LAYOUTS)}.")
+        check_even(length, zigzag=layout == "zigzag")
         total = world_size * length
         left, right = (None if not 0 <= side < total - 1 else side for side in window_size)
-        return Plan(world_size, length, left, 0 if causal else right, zigzag)
+        return Plan(world_size, length, left, 0 if causal else right, layout)
 
     @cached_property
     def table(self) -> list[list[list[BlockPair]]]:
@@ -147,14 +153,22 @@ class Plan:
         return [[self._block_pairs(rank, owner) for owner in ranks] for rank in ranks]
 
     def _block_pairs(self, rank: int, owner: int) -> list[BlockPair]:
-        if self.zigzag and self.left is None and self.right in (None, 0):
+        if self.layout == "striped":
+            further = owner - rank, rank - owner
+            left, right = (
+                None if side is None else (side + more) // self.world_size
+                for side, more in zip((self.left, self.right), further, strict=True)
+            )
+            return visible_pairs(self.length, 0, left, right)
+        zigzag = self.layout == "zigzag"
+        if zigzag and self.left is None and self.right in (None, 0):
             # One call: of an earlier rank's keys the first chunk is seen, by both of this rank's; a
             # later rank's are seen by the second one only; its own two are like neighbours.
             half, masked = self.length // 2, self.right == 0
             rows = slice(half if masked and rank < owner else 0, self.length)
             cols = slice(0, half if masked and owner < rank else self.length)
             return [BlockPair(rows, cols, CAUSAL if masked and rank == owner else UNLIMITED)]
-        queries, keys = (chunks_of(r, self.world_size, zigzag=self.zigzag) for r in (rank, owner))
+        queries, keys = (chunks_of(r, self.world_size, zigzag=zigzag) for r in (rank, owner))
         size = self.length // len(queries)
         return [
             pair.moved(row * size, col * size)
