@@ -30,7 +30,7 @@ TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
 # Terms and words of all texts: a static check, so `make test` has run it before the other tests.
 WORDS = tests/texts/test_terms.py
 
-.PHONY: help lab fetch book test test-all test-browser static notebook-tests notebooks \
+.PHONY: help lab fetch book test test-all test-gpu test-browser static notebook-tests notebooks \
 	pictures screenshots format constraints links test-versions setup clean
 .NOTPARALLEL:
 
@@ -39,6 +39,7 @@ help:
 	@echo "make fetch        fetch the models of the notebooks (\`make lab\` does it too)"
 	@echo "make test         everything that must hold before a change is handed in: minutes"
 	@echo "make test-all     the same, then the slow tests"
+	@echo "make test-gpu     what only a GPU can run, with a table at the end: minutes"
 	@echo "make test-browser the lab and the book in a real browser (installs Chromium if there is none)"
 	@echo "make book         theory and notebooks as a web site, in build/book"
 	@echo "make notebooks    run the notebooks and store their outputs   (maintainers)"
@@ -69,6 +70,10 @@ test: setup fetch static
 test-all: test
 	$(PYTEST) $(WORKERS) -m "slow and not browser" tests $(ARGS)
 	$(PYTEST) $(WORKERS) $(NBVAL) notebooks/further $(ARGS)
+
+# `make test-gpu PY=python3` where the environment is there already.
+test-gpu: setup
+	@$(PY) scripts/gpu_tests.py $(ARGS)
 
 # Chromium comes from the system; see scripts/chromium.sh.
 test-browser: setup fetch

@@ -13,6 +13,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from scripts import gpu_tests
+
 # Everywhere the lab is meant to run.
 PYTHONS = ("3.11", "3.12", "3.13")
 SYSTEMS = ("linux", "darwin")
@@ -210,3 +212,19 @@ def test_shell_scripts_are_sound(project):
     for script in [*(project / "scripts").glob("*.sh"), project / ".ci" / "run"]:
         subprocess.run(["/bin/bash", "-n", script], check=True)
         assert script.stat().st_mode & 0o100, f"{script} is not executable"
+
+
+def test_make_test_gpu_runs_each_file_that_skips_without_a_gpu_and_counts_outcomes(project):
+    skips = re.compile(r'skipif\(\s*(not \(?(torch\.cuda|GPU|HOPPER)|DEVICE == "cpu")')
+    files = [
+        x for x in (project / "tests").rglob("test_*.py") if skips.search(x.read_text("utf-8"))
+    ]
+    assert len(files) >= 6
+    paths = [project / path for path in gpu_tests.TESTS]
+    assert all(path.exists() for path in paths)
+    assert all(any(file.is_relative_to(path) for path in paths) for file in files)
+
+    case = '<testcase classname="{}">{}</testcase>'.format
+    cases = case("a", ""), case("a", "<failure/>"), case("b", "<skipped/>"), case("a", "")
+    found = gpu_tests.counts(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    assert found == {"a": {"passed": 2, "failed": 1}, "b": {"skipped": 1}}

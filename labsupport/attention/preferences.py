@@ -20,7 +20,18 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 SMALL = 2**35  # floating-point operations of a forward without a mask
 
 # card: {(gradients, head_dim above 64, causal or window): orders}
-ORDERS: dict[str, dict[tuple[bool, bool, bool], str]] = {}
+ORDERS: dict[str, dict[tuple[bool, bool, bool], str]] = {
+    "H100": {
+        (False, False, False): "SCGF CGFS CGFS FGCS FGCS FGCS FGCS",
+        (False, False, True): "SCGF CGFS GCFS GCFS FGCS FGCS FGCS",
+        (False, True, False): "SCGF CGFS CFGS FCGS FCGS FCGS FCGS",
+        (False, True, True): "SCGF CGSF CGFS GFCS FGCS FGCS FGCS",
+        (True, False, False): "SCFG CFSG FGCS FGCS FGCS FGCS FGCS",
+        (True, False, True): "SCFG CFSG FCGS FGCS FGCS FGCS FGCS",
+        (True, True, False): "SCFG CFSG FGCS FGCS FGCS FGCS FGCS",
+        (True, True, True): "SCFG CSFG FCGS FGCS FGCS FGCS FGCS",
+    },
+}
 
 
 def preferred(call: AttentionCall) -> list[str]:
