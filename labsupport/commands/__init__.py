@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 Option = typer.Option
 
 # One shape.
-Batch = Annotated[int | None, Option(envvar="LABSUPPORT_BATCH", help="Sequences. Default: 2.")]
-Seqlen = Annotated[
-    int | None, Option(envvar="LABSUPPORT_SEQLEN", help="Tokens in each. Default: 1024.")
+Batch = Annotated[
+    int | None, Option(min=1, envvar="LABSUPPORT_BATCH", help="Sequences. Default: 2.")
 ]
-Nheads = Annotated[int | None, Option(envvar="LABSUPPORT_NHEADS", help="Query heads. Default: 8.")]
-Headdim = Annotated[int | None, Option(help="Size of a head's vectors. Default: 64.")]
-KvHeads = Annotated[int | None, Option(help="Key/value heads. Default: as --nheads.")]
+Seqlen = Annotated[
+    int | None, Option(min=1, envvar="LABSUPPORT_SEQLEN", help="Tokens in each. Default: 1024.")
+]
+Nheads = Annotated[
+    int | None, Option(min=1, envvar="LABSUPPORT_NHEADS", help="Query heads. Default: 8.")
+]
+Headdim = Annotated[int | None, Option(min=1, help="Size of a head's vectors. Default: 64.")]
+KvHeads = Annotated[int | None, Option(min=1, help="Key/value heads. Default: as --nheads.")]
 Causal = Annotated[bool | None, Option("--causal/--no-causal", help="Hide the future.")]
 Preset = Annotated[
     str | None, Option(help="A model's shape (bench --list-presets). Other options override it.")
@@ -37,7 +41,7 @@ NoGrad = Annotated[bool, Option("--no-grad", help="Forward pass only.")]
 Repeats = Annotated[
     int | None, Option(min=1, help="Number of repeats. Default: until the median is known to 2%.")
 ]
-MaxSeconds = Annotated[float, Option(help="Seconds for the repeats of each case.")]
+MaxSeconds = Annotated[float, Option(min=0.001, help="Seconds for the repeats of each case.")]
 Device = Annotated[str | None, Option(help="cpu or cuda. Default: the GPU, if any.")]
 Json = Annotated[
     str | None, Option("--json", help="Write everything as JSON to this file; - is stdout.")

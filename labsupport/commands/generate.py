@@ -41,7 +41,7 @@ def generate_command(
             "Default: the environment variable LABSUPPORT_ATTENTION, else auto."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, Option(help="0 runs the prefill alone.")] = 64,
+    max_new_tokens: Annotated[int, Option(min=0, help="0 runs the prefill alone.")] = 64,
     cache: Annotated[
         str,
         Option(
@@ -49,9 +49,11 @@ def generate_command(
         ),
     ] = "auto",
     batch: Annotated[int, Option(min=1, help="Run this many copies of the prompt together.")] = 1,
-    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, Option(help="Sample among this many likeliest tokens.")] = None,
-    seed: Annotated[int, Option(help="Of the sampling.")] = 0,
+    temperature: Annotated[float, Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[
+        int | None, Option(min=1, help="Sample among this many likeliest tokens.")
+    ] = None,
+    seed: Annotated[int, Option(min=0, help="Of the sampling.")] = 0,
     dtype: Annotated[
         str | None, Option(help="float32, bfloat16, float16. Default: what suits the device.")
     ] = None,
@@ -92,7 +94,7 @@ def generate_command(
         prompt = SUMMARY
     if (prompt is None) == (prompt_file is None):
         raise ValueError("give a prompt, or --prompt-file FILE (one of them)")
-    text = prompt_file.read_text(encoding="utf-8") if prompt_file else str(prompt)
+    text = read_text(prompt_file) if prompt_file else str(prompt)
     if document is not None:
         from labsupport.training.data import documents_from
 
@@ -167,6 +169,17 @@ def generate_command(
         json_file.write_text(written + "\n", "utf-8")
     if not result.get("agree", True):
         raise typer.Exit(1)
+
+
+def read_text(path: Path) -> str:
+    """Read a prompt; raise ValueError for a file that is no text in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not a text file in UTF-8: byte {error.start} does not fit. Save it in that "
+            "encoding"
+        ) from None
 
 
 def _print_step(step: int, tokens: Any, seconds: float) -> None:

@@ -26,7 +26,8 @@ def monitor_command(
     interval: Annotated[
         float | None,
         typer.Option(
-            help="Seconds between samples (0.1), or between lines of --live (1).", min=1e-3
+            help="Seconds between samples (0.1), or between lines of --live (1).",
+            min=0.001,
         ),
     ] = None,
     live: Annotated[
@@ -36,7 +37,7 @@ def monitor_command(
         Path | None, typer.Option(help="A CSV file: seconds, MiB used, MiB free.")
     ] = None,
     chart: Annotated[Path | None, typer.Option(help="A chart, as .png, .svg or .pdf.")] = None,
-    device: Annotated[int, typer.Option(help="Number of the GPU, as in PyTorch.")] = 0,
+    device: Annotated[int, typer.Option(min=0, help="Number of the GPU, as in PyTorch.")] = 0,
 ) -> None:
     """Run a program and sample its memory, that of its children and of the GPU.
 

@@ -20,15 +20,21 @@ Backend = Annotated[
     str | None, Option(help="nccl (GPUs) or gloo (CPU). Default: nccl where there are GPUs.")
 ]
 Processes = Annotated[
-    int | None, Option(help="Number of processes to start here. torchrun sets its own.")
+    int | None, Option(min=1, help="Number of processes to start here. torchrun sets its own.")
 ]
 Timeout = Annotated[
-    float, Option(help="Seconds that a rank waits for another before the run stops.")
+    float,
+    Option(
+        min=0.001,
+        help="Seconds that a rank waits for another before the run stops.",
+    ),
 ]
 Dtype = Annotated[
     str | None, Option(help="bfloat16, float16, float32. Default: bfloat16 on GPUs, else float32.")
 ]
-HeadDim = Annotated[int | None, Option(help="Default: 64 to check, 128 to time; less on CPUs.")]
+HeadDim = Annotated[
+    int | None, Option(min=1, help="Default: 64 to check, 128 to time; less on CPUs.")
+]
 
 
 @ring_app.command("check")
@@ -39,9 +45,9 @@ def check_command(
         str | None, Option(help="cudnn,native,flash_triton,flash_torch,fa4. Default: all that run.")
     ] = None,
     dtype: Dtype = None,
-    seqlen: Annotated[int | None, Option(help="Tokens of the whole sequence.")] = None,
-    heads: Annotated[int, Option(help="Query heads.")] = 4,
-    kv_heads: Annotated[int, Option(help="Key/value heads.")] = 2,
+    seqlen: Annotated[int | None, Option(min=1, help="Tokens of the whole sequence.")] = None,
+    heads: Annotated[int, Option(min=1, help="Query heads.")] = 4,
+    kv_heads: Annotated[int, Option(min=1, help="Key/value heads.")] = 2,
     head_dim: HeadDim = None,
     timeout: Timeout = 120.0,
 ) -> None:
@@ -73,7 +79,7 @@ def bench_command(
     seqlen: Annotated[
         str | None, Option(help="Tokens of a rank's shard: 8192,32768; on CPUs 512,1024.")
     ] = None,
-    heads: Annotated[int | None, Option(help="Query heads. Default: 32; on CPUs 4.")] = None,
+    heads: Annotated[int | None, Option(min=1, help="Query heads. Default: 32; on CPUs 4.")] = None,
     kv_heads: Annotated[
         str | None, Option(help="Key/value heads. Default: 8,32; on CPUs 4.")
     ] = None,
@@ -93,9 +99,15 @@ def bench_command(
     directions: Annotated[
         str, Option(help="forward, forward+backward.")
     ] = "forward,forward+backward",
-    max_seconds: Annotated[float, Option(help="Seconds for the repeats of each row.")] = 1.0,
+    max_seconds: Annotated[
+        float, Option(min=0.001, help="Seconds for the repeats of each row.")
+    ] = 1.0,
     limit: Annotated[
-        float, Option(help="Seconds for all rows; those not begun by then are skipped.")
+        float,
+        Option(
+            min=0,
+            help="Seconds for all rows; those not begun by then are skipped.",
+        ),
     ] = math.inf,
     rows: Annotated[
         Path | None, Option(help="A CSV file with the rows so far, while it runs.")
@@ -138,6 +150,9 @@ def bench_command(
     heads = heads or (32 if gpu else 4)
     counts = listed(kv_heads or ("8,32" if gpu else "4"), int)
     _check_heads(heads, counts)
+    lengths = listed(seqlen or ("8192,32768" if gpu else "512,1024"), int)
+    if min(lengths) < 1:
+        raise ValueError(f"--seqlen {seqlen}: at least 1 token")
     if save is not None:
         check_run_name(save)
         if save in list_runs() and not overwrite:
@@ -147,7 +162,7 @@ def bench_command(
         programs.Setting(layout, name, transport, length, heads, count, head_dim, dtype, direction)
         for name in names
         for layout in listed(layouts, str)
-        for length in listed(seqlen or ("8192,32768" if gpu else "512,1024"), int)
+        for length in lengths
         for count in counts
         for direction in listed(directions, str)
         for transport in listed(transports, str)

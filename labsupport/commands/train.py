@@ -61,9 +61,11 @@ class TrainOptions:
             "history.csv, loss.png. Resumes a run there, on any number of ranks."
         ),
     ] = None
-    steps: Annotated[int, Option(help="Optimizer steps of the whole run.")] = 100
-    batch: Annotated[int, Option(help="Sequences in a micro-batch.")] = 1
-    learning_rate: Annotated[float, Option(help="The highest, after a tenth of the steps.")] = 6e-4
+    steps: Annotated[int, Option(min=1, help="Optimizer steps of the whole run.")] = 100
+    batch: Annotated[int, Option(min=1, help="Sequences in a micro-batch.")] = 1
+    learning_rate: Annotated[
+        float, Option(min=0.0, help="The highest, after a tenth of the steps.")
+    ] = 6e-4
     dtype: Annotated[
         str | None,
         Option(
@@ -82,8 +84,10 @@ class TrainOptions:
             "too), ring (each sequence is divided). Under torchrun, or with --processes."
         ),
     ] = None
-    processes: Annotated[int | None, Option(help="Ranks here. Default: one for each GPU.")] = None
-    accumulation: Annotated[int, Option(help="Micro-batches in a step, of all ranks.")] = 1
+    processes: Annotated[
+        int | None, Option(min=1, help="Ranks here. Default: one for each GPU.")
+    ] = None
+    accumulation: Annotated[int, Option(min=1, help="Micro-batches in a step, of all ranks.")] = 1
     join_documents: Annotated[
         bool, Option("--join-documents", help="Documents in one sequence see those before them.")
     ] = False
@@ -96,7 +100,7 @@ class TrainOptions:
         ),
     ] = ""
     limit: Annotated[str | None, Option(help="Use no more memory than this, such as 16GiB.")] = None
-    seed: Annotated[int, Option(help="Seed of weights, texts and order.")] = 0
+    seed: Annotated[int, Option(min=0, help="Seed of weights, texts and order.")] = 0
 
     def check(self) -> None:
         """Raise ValueError for options that are unknown or cannot be combined."""
@@ -109,8 +113,6 @@ class TrainOptions:
             raise ValueError("--processes goes with --parallel ddp, fsdp or ring")
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(f"--dtype {self.dtype!r}: it is float32, bfloat16 or float16")
-        if min(self.batch, self.accumulation) < 1:
-            raise ValueError("--batch and --accumulation are at least 1")
         if self.offloads_states and self.parallel != "fsdp":
             raise ValueError("--save-memory states goes with --parallel fsdp")
         if self.parallel == "ring" and self.packs_documents:

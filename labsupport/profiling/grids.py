@@ -90,8 +90,9 @@ class Case:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "kv_seqlen", self.kv_seqlen or self.seqlen)
         for field in ("seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+            size = getattr(self, field)
+            if size < 1 or size % 1:
+                raise ValueError(f"{field} must be a whole number, at least 1, got {size}")
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
         if self.direction not in DIRECTIONS:

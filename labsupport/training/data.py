@@ -82,6 +82,17 @@ def pack(
     >>> first.cu_seqlens.tolist(), second.labels.tolist()
     ([0, 6, 8], [[0, -100, 3, 3, 3, 3, 0, -100]])
     """
+    for cut in _cut(documents, length, end_token):
+        yield _packed(*cut, length, end_token)
+
+
+Cut = tuple[list[int], list[int], list[int]]
+
+
+def _cut(
+    documents: Iterable[Sequence[int] | Encoded], length: int, end_token: int
+) -> Iterator[Cut]:
+    """Yield each sequence's tokens, labels, and starts of documents, unpadded."""
     if length < 2:
         raise ValueError(f"a sequence has 2 tokens or more, not {length}")
     tokens: list[int] = []
@@ -102,10 +113,10 @@ def pack(
             labels += after[done : done + fits]
             done += fits
             if len(tokens) == length:
-                yield _packed(tokens, labels, starts, length, end_token)
+                yield tokens, labels, starts
                 tokens, labels, starts = [], [], []
     if tokens:
-        yield _packed(tokens, labels, starts, length, end_token)
+        yield tokens, labels, starts
 
 
 def _tokens(document: Any) -> list[int]:
@@ -193,7 +204,7 @@ def batches(
     total = sum(len(d.tokens if isinstance(d, Encoded) else d) + 1 for d in documents)
     each = -(-total // length)  # sequences of an epoch
     mixed = Dice(seed).below(2**53)  # neighbouring seeds share no epoch's order
-    kept: dict[int, list[Packed]] = {}  # the epochs last asked for
+    kept: dict[int, list[Cut]] = {}  # the epochs last asked for
 
     def sequence(number: int) -> Packed:
         epoch, index = divmod(number, each)
@@ -201,8 +212,8 @@ def batches(
             order = Dice(mixed + epoch).some(documents, len(documents))
             while len(kept) > 1:
                 del kept[min(kept)]
-            kept[epoch] = list(pack(order, length, end_token=end_token))
-        return kept[epoch][index]
+            kept[epoch] = list(_cut(order, length, end_token))
+        return _packed(*kept[epoch][index], length, end_token)
 
     return _by_step(sequence, accumulation)
 

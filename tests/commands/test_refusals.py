@@ -1,10 +1,13 @@
 """Calls that make no sense are refused by a sentence, before anything is measured or started."""
 
 import shlex
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
+from labsupport.cli import app
+from labsupport.commands.ring import ring_app
 from tests.commands.program import program
 
 TRAIN = "train --device cpu --preset 1x32 --length 128 --data records"
@@ -33,8 +36,16 @@ REFUSED = {
     f"{TRAIN} --save-memory loss=all": "'loss=all' saves no memory",
     f"{TRAIN} --save-memory states": "goes with --parallel fsdp",
     f"{TRAIN} --attention flesh": "flesh",
-    f"{TRAIN} --steps 0": "steps is 0",
-    f"{TRAIN} --batch 0": "at least 1",
+    f"{TRAIN} --length 0": "no length",
+    f"{TRAIN} --length -8": "no length",
+    f"{TRAIN} --length 1 --data topics": "length=1: at least",
+    f"{TRAIN} --save-memory mlp=0": "mlp_chunk is 0",
+    f"{TRAIN} --learning-rate 0": "learning_rate is 0",
+    "sweep --seqlen 64,0": "seqlen must be a whole number, at least 1, got 0",
+    "sweep --batch -1": "batch must be",
+    "sweep --nheads ,": "such as 512",
+    "ring bench --seqlen 512,-1": "--seqlen 512,-1: at least 1",
+    "ring bench --kv-heads 0": "--heads must be a multiple",
     f"{TRAIN} --limit much": "'much' is not a size",
     f"{TRAIN} --parallel pipeline": "unknown --parallel 'pipeline'; known: ddp, fsdp, ring",
     f"{TRAIN} --processes 2": "--processes goes with --parallel ddp, fsdp or ring",
@@ -53,6 +64,38 @@ def test_what_makes_no_sense_is_refused(line):
     done = program(*shlex.split(line), ok=False)
     assert isinstance(done.exception, ValueError | OSError)
     assert REFUSED[line] in str(done.exception)
+
+
+def numbers():
+    """The program's options that take a number: the words to call it, and what the option says."""
+    for group, path in ((app, ()), (ring_app, ("ring",))):
+        for command in group.registered_commands:
+            name = command.name or command.callback.__name__
+            hints = get_type_hints(command.callback, include_extras=True)
+            for argument, hint in hints.items():
+                kind, *said = get_args(hint) or (None,)
+                if said and {int, float} & {kind, *get_args(kind)} and not said[0].count:
+                    yield (*path, name, f"--{argument.replace('_', '-')}"), said[0].min
+
+
+def test_every_number_has_a_least_value_and_what_lies_below_is_refused():
+    options = dict(numbers())
+    for words, least in options.items():
+        assert least is not None, words
+        for wrong in (least - 1, "many"):
+            done = program(*words, wrong, ok=False)
+            assert done.exit_code == 2, (words, wrong)
+            assert words[-1] in done.output
+    assert len(options) > 40
+
+
+def test_a_prompt_in_another_encoding_is_named(tmp_path):
+    letter = tmp_path / "brief.txt"
+    letter.write_bytes("Grüße".encode("latin-1"))
+    for options in (("--prompt-file", letter), ("who?", "--document", letter)):
+        done = program("generate", *options, ok=False)
+        assert isinstance(done.exception, ValueError)
+        assert "brief.txt is not a text file in UTF-8" in str(done.exception)
 
 
 def test_torchrun_has_chosen_the_number_of_processes():
