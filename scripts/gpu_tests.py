@@ -38,7 +38,8 @@ def main(options: list[str]) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-    XXf"--junitxml={report}", *options, *TESTS]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "12"]
+        command += ["--dist", "worksteal", f"--junitxml={report}", *options, *TESTS]
         status = subprocess.run(command, cwd=PROJECT, check=False).returncode
         found = counts(report.read_text(encoding="utf-8")) if report.exists() else {}
     for name, row in found.items():
