@@ -55,8 +55,8 @@ from labsupport.distributed.sequence_parallel import shard_model
 from labsupport.profiling.grids import refusal
 from labsupport.profiling.provenance import command_line
 from labsupport.profiling.timing import Timing
+from labsupport.profiling.units import parse_tokens
 from labsupport.training import Decoder, DecoderConfig, MemoryOptions, TrainConfig
-from labsupport.training.sizes import parse_tokens
 from labsupport.training.train import Trainer
 
 STRATEGIES = ("single", "ddp", "fsdp", "fsdp, offload", "ring")

@@ -12,8 +12,8 @@ import pandas as pd
 from benchmarks.runner import Trial, keep_rows, names, run
 from labsupport.checks.ex_3_9_long_positions import interpolated, ntk_aware, yarn
 from labsupport.models import load_model, source_text, tokens_of
+from labsupport.profiling.units import parse_tokens
 from labsupport.training import from_transformers
-from labsupport.training.sizes import parse_tokens
 from labsupport.training.tasks.positions import nll_by_position, with_frequencies
 
 

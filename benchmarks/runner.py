@@ -22,7 +22,7 @@ from labsupport.profiling.grids import refusal
 from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.runs import runs_dir, save_run
 from labsupport.profiling.timing import Timing, captured, measure_interleaved
-from labsupport.training.sizes import parse_tokens
+from labsupport.profiling.units import parse_tokens
 
 Row = Mapping[str, Any]
 Call = Callable[[], Any]

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from benchmarks.runner import Row, Trial, lengths, run, some_of
 from labsupport.profiling.timing import resolve_device
+from labsupport.profiling.units import parse_bytes, parse_tokens
 from labsupport.training import PRESETS, DecoderConfig, MemoryOptions
 from labsupport.training.measure import measure_training, readable
-from labsupport.training.memory import memory_limit, parse_bytes
+from labsupport.training.memory import memory_limit
 from labsupport.training.planner import STRATEGIES, MemoryStrategy, longest
-from labsupport.training.sizes import parse_tokens
 
 PLAIN = tuple(
     MemoryStrategy(f"Transformers, {name}", savings, torch.bfloat16)

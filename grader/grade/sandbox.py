@@ -34,6 +34,7 @@ from grader.grade.results import Settings
 from grader.remote import programs
 from grader.remote.session import Session
 from grader.remote.values import FrameError, receive, unpack
+from labsupport.profiling.units import format_bytes
 
 START_TIMEOUT_S, GRACE_S = 90.0, 5.0
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
@@ -186,7 +187,7 @@ class Sandbox(contextlib.ExitStack):
             self._process.wait(timeout=2)
         self.killed = self._process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
         if self.killed:
-            most = f"{self.settings.memory_bytes / 2**30:.1f} GiB"
+            most = format_bytes(self.settings.memory_bytes)
             return f"its process was killed, as happens to one that uses more than {most} of memory"
         return "its process ended"
 

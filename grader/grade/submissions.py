@@ -24,6 +24,7 @@ from typing import Any
 from grader.grade.results import Flag
 from labsupport.course.editions import solved_notebooks
 from labsupport.course.files import lies_beside
+from labsupport.profiling.units import format_bytes
 
 MAX_BYTES = 20 * 2**20
 MAX_CELLS, MAX_SOURCE, MAX_SOURCES = 5_000, 200_000, 2_000_000
@@ -258,7 +259,7 @@ def _bytes_of(path: Path) -> bytes:
 def _check_size(size: int, most: int = MAX_BYTES) -> None:
     if size > most:
         raise UnreadableError(
-            f"it has {size / 2**20:.0f} MiB, and {most // 2**20} are allowed: "
+            f"it has {format_bytes(size)}, and {format_bytes(most)} are allowed: "
             "clear the outputs and hand it in again"
         )
 

@@ -31,7 +31,7 @@ from labsupport.attention.implementations import by_name, version
 from labsupport.profiling.grids import ITEMSIZE, Case, case_of
 from labsupport.profiling.hardware import find_spec, read_specs
 from labsupport.profiling.runs import list_runs, load_run, runs_dir
-from labsupport.profiling.timing import format_ms
+from labsupport.profiling.units import format_ms
 
 CPU_CACHE_MIB = 32.0  # of a CPU whose run does not say
 # What the model itself is taken to be off by: measurements better than this are not worth more.

@@ -11,8 +11,7 @@ from labsupport.analysis.predictor import Model, OutOfRangeError, Prediction, pr
 from labsupport.analysis.work import tensor_bytes
 from labsupport.attention.implementations import Can, by_name
 from labsupport.profiling.grids import Case
-from labsupport.profiling.timing import format_ms
-from labsupport.profiling.units import format_bytes
+from labsupport.profiling.units import format_bytes, format_ms
 
 
 @dataclass(frozen=True)

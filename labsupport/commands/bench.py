@@ -103,8 +103,7 @@ def bench_command(
 def report(table: pd.DataFrame, case: Case, ceilings: Any) -> str:
     """Return the text about a table of one row, or of none; `ceilings` where it ran."""
     from labsupport.commands.compare import IMPOSSIBLE, judge_table
-    from labsupport.profiling.timing import format_ms
-    from labsupport.profiling.units import format_bytes
+    from labsupport.profiling.units import format_bytes, format_ms
 
     if table.empty:
         return "stopped before it was measured"

@@ -146,8 +146,7 @@ def what_next(row: dict, best: dict, sms: int | None) -> str:
 def report(table: pd.DataFrame, case: Case, ceilings: Ceilings) -> str:
     """Return the text about the table of `judge_table`."""
     from labsupport.profiling.tables import aligned, format_table
-    from labsupport.profiling.timing import format_ms
-    from labsupport.profiling.units import format_bytes
+    from labsupport.profiling.units import format_bytes, format_ms
 
     lines = [str(replace(case, backend="all")), str(ceilings), "", format_table(table)]
     ran = table[table["status"] == "ok"]

@@ -105,7 +105,7 @@ def write_charts(table: pd.DataFrame, path: Path) -> list[Path]:
 
 def finding(rows: pd.DataFrame) -> str:
     """Return a chart's title: the fastest backend at the longest length, and its lead."""
-    from labsupport.profiling.timing import format_ms
+    from labsupport.profiling.units import format_ms
 
     ran = rows[rows["status"] == "ok"]
     ran = ran[ran["seqlen"] == ran["seqlen"].max()].sort_values("median_ms")

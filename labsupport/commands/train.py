@@ -210,6 +210,7 @@ def prepare(options: TrainOptions, device: torch.device) -> Plan:
     """Understand the options; raise ValueError for what does not fit."""
     import torch
 
+    from labsupport.profiling.units import parse_tokens
     from labsupport.training import DecoderConfig, MemoryOptions, TrainConfig
     from labsupport.training.data import (
         data_named,
@@ -218,7 +219,6 @@ def prepare(options: TrainOptions, device: torch.device) -> Plan:
         named_tokenizer,
         together,
     )
-    from labsupport.training.sizes import parse_tokens
     from labsupport.training.train import write_text
 
     tokenizer, length = named_tokenizer(options.tokens), parse_tokens(options.length)

@@ -50,8 +50,8 @@ from labsupport.distributed.ring.transport import Ring
 from labsupport.interrupt import interrupted_status
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
-from labsupport.profiling.timing import Timing, format_ms, now
-from labsupport.profiling.units import format_bytes
+from labsupport.profiling.timing import Timing, now
+from labsupport.profiling.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,6 +7,7 @@ import platform
 from dataclasses import dataclass
 
 from labsupport.profiling.provenance import package_version
+from labsupport.profiling.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ def environment_card(device: str | None = None) -> EnvironmentCard:
     if where.type == "cuda":
         free, total = torch.cuda.mem_get_info(where)
         name = f"{info.name}, compute capability {info.compute_capability}"
-        memory = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB on the GPU"
+        memory = f"{format_bytes(free)} free of {format_bytes(total)} on the GPU"
         ampere = torch.cuda.get_device_capability(where) >= (8, 0)
         dtypes = f"float32, float16{', bfloat16' if ampere else ' (no bfloat16)'}"
     else:
         ram = psutil.virtual_memory()
         name = f"CPU: {info.name}, {torch.get_num_threads()} threads"
-        memory = f"{ram.available / 2**30:.1f} GiB available of {ram.total / 2**30:.1f} GiB"
+        memory = f"{format_bytes(ram.available)} available of {format_bytes(ram.total)}"
         dtypes = "float64, float32, bfloat16, float16"
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     versions += [f"CUDA {torch.version.cuda}"] if torch.version.cuda else []

@@ -17,6 +17,7 @@ from pathlib import Path
 from labsupport.paths import ProjectNotFoundError, work_dir
 from labsupport.profiling.health import Check, check_health
 from labsupport.profiling.provenance import package_version
+from labsupport.profiling.units import format_bytes
 
 Capability = tuple[int, int]
 
@@ -65,7 +66,7 @@ def diagnose(quick: bool = False) -> list[Check]:
 
 
 def _check_room(name: str, free: int, total: int, wanted_gib: int, remedy: str) -> Check:
-    detail = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    detail = f"{format_bytes(free)} free of {format_bytes(total)}"
     if free < wanted_gib * 2**30:
         return Check(name, "warn", f"{detail}; {wanted_gib} GiB are wanted", remedy)
     return Check(name, "ok", detail)

@@ -49,8 +49,8 @@ from labsupport.profiling.health import warn_if_busy
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.runs import load_run
-from labsupport.profiling.timing import format_ms, measure_time, resolve_device
-from labsupport.profiling.units import format_bytes
+from labsupport.profiling.timing import measure_time, resolve_device
+from labsupport.profiling.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -344,7 +344,7 @@ def cap_gpu_memory(gib: float, device: torch.device | str | None = None) -> Iter
     gpu = resolve_device("cuda" if device is None else device)
     total = torch.cuda.get_device_properties(gpu).total_memory
     if not 0 < gib * 2**30 <= total:
-        raise ValueError(f"cannot cap at {gib} GiB a GPU that has {total / 2**30:.1f} GiB")
+        raise ValueError(f"cannot cap at {gib} GiB a GPU that has {format_bytes(total)}")
     torch.cuda.empty_cache()  # blocks that are cached but unused count against the cap
     before = torch.cuda.get_per_process_memory_fraction(gpu)
     torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, gpu)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from labsupport.profiling.grids import Case
-from labsupport.profiling.timing import format_ms
-from labsupport.profiling.units import format_bytes
+from labsupport.profiling.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
     import pandas as pd

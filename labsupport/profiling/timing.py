@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from labsupport.profiling.units import format_ms
+
 Call = Callable[[], Any]
 
 WARMUP_SECONDS = 0.1  # as long as the first call has been paid for, this wakes up clocks and caches
@@ -319,12 +321,3 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def format_ms(ms: float) -> str:
-    """`ms` with three significant digits, without an exponent."""
-    if ms >= 100:
-        return f"{ms:.0f}"
-    if ms >= 10:
-        return f"{ms:.1f}"
-    return f"{ms:.2f}" if ms >= 1 else f"{ms:.3f}"

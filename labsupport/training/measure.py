@@ -21,7 +21,7 @@ from labsupport.profiling import measure_peak_memory, measure_time
 from labsupport.profiling.health import warn_if_busy
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import resolve_device
-from labsupport.profiling.units import format_bytes
+from labsupport.profiling.units import format_bytes, parse_bytes
 from labsupport.training.config import DecoderConfig
 from labsupport.training.memory import is_out_of_memory, memory_limit
 from labsupport.training.planner import (
@@ -32,7 +32,6 @@ from labsupport.training.planner import (
     plan_memory,
     training_step,
 )
-from labsupport.training.sizes import parse_bytes
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from labsupport.profiling.memory import cap_gpu_memory, format_bytes
 from labsupport.profiling.timing import resolve_device
+from labsupport.profiling.units import parse_bytes
 from labsupport.training.config import IGNORED
-from labsupport.training.sizes import parse_bytes
 
 _REMEDIES = (
     "What helps, the cheapest first: the loss in chunks (loss_chunk), activation checkpointing "

@@ -6,12 +6,12 @@ import pytest
 from labsupport.profiling.timing import (
     IN_A_ROW,
     Timing,
-    format_ms,
     measure_interleaved,
     measure_ratio,
     measure_time,
     ratio_of,
 )
+from labsupport.profiling.units import format_ms
 
 
 def test_quartiles_interpolate_and_milliseconds_are_written_without_exponent():

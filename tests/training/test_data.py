@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from labsupport.profiling.units import parse_bytes, parse_tokens
 from labsupport.training.data import (
     DATA,
     FIRST_SEED,
@@ -24,7 +25,6 @@ from labsupport.training.data import (
     pack,
     source_documents,
 )
-from labsupport.training.sizes import parse_bytes, parse_tokens
 from labsupport.training.tasks.facts import records
 from labsupport.training.tokens import ByteTokenizer, Encoded, encode, gpt2_tokenizer
 
@@ -36,7 +36,7 @@ AWKWARD = "Zürich 🦙, 日本語:\n\n\t  x\u0301 \u200d👩\x00 3.14 don't   <
     "name",
     [
         *("training.data", "training.tasks.facts", "training.measure"),
-        *("training.memory", "training.planner", "training.sizes", "training.tokens"),
+        *("training.memory", "training.planner", "profiling.units", "training.tokens"),
         *("distributed.data_parallel.costs", "distributed.ring.plan"),
         *("distributed.scaling", "profiling.grids"),
     ],

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from labsupport.attention.implementations import by_name
 from labsupport.profiling.memory import MemoryUse, measure_peak_memory
-from labsupport.profiling.units import format_bytes
+from labsupport.profiling.units import format_bytes, parse_bytes
 from labsupport.training.config import DecoderConfig, MemoryOptions
 from labsupport.training.decoder import Decoder
 from labsupport.training.planner.formulas import Part, Step
-from labsupport.training.sizes import parse_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
