@@ -240,7 +240,7 @@ def test_a_file_that_is_no_notebook_is_refused_with_a_reason(
 def test_a_huge_file_is_refused_and_not_read(submissions, solved_folder):
     with (submissions / "ada" / "01-Powers.ipynb").open("r+b") as file:
         file.truncate(10 * MAX_BYTES)
-    assert "200 MiB" in only(submissions, solved_folder).refused
+    assert "200.0 MiB" in only(submissions, solved_folder).refused
 
 
 def test_links_and_pipes_are_not_followed(submissions, solved_folder, tmp_path):
