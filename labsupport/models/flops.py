@@ -34,7 +34,15 @@ def model_flops(
     Args:
         backward: count the backward pass, too.
         logits: for how many positions a row they are computed; None: for all.
+
+    Raises:
+        ValueError: a number below 0, or more logits than positions.
     """
+    if min(batch, seqlen) < 0 or not 0 <= (logits or 0) <= seqlen:
+        raise ValueError(
+            f"batch {batch}, seqlen {seqlen}, logits {logits}: at least 0, and no more logits than "
+            "positions"
+        )
     config: Any = model.config
     # GPT-2's linear layers are `Conv1D` in Transformers.
     modules: Any = model.get_decoder().modules()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.models.generation.prompts import Batch, check_room
+from labsupport.models.generation.prompts import Batch, check_model, check_room
 from labsupport.precision.losses import compute_loss
 
 
@@ -31,13 +31,17 @@ def negative_log_likelihood(model: Any, ids: Tensor, *, chunk: int = 512) -> flo
         classifier in the model's dtype, as the model's own loss does.
 
     Raises:
-        ValueError: more ids than the model has positions, or outside of its vocabulary.
+        ValueError: ids of another shape, more than the model has positions, or outside of its
+            vocabulary; a model in training mode.
 
     >>> story = load_model("stories15m", device="cpu")
     >>> ids = story.tokenizer("Once upon a time, there was a girl.", return_tensors="pt").input_ids
     >>> negative_log_likelihood(story.model, ids) < 3  # nats a token
     True
     """
+    check_model(model)
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise ValueError(f"ids {tuple(ids.shape)} must be (batch, N), with N of at least 2")
     ids = ids.to(model.device)
     check_room(model, Batch(ids, (ids.shape[1],) * len(ids)), 0)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -87,7 +87,8 @@ def measure_model(
         `.attrs["provenance"]`.
 
     Raises:
-        ValueError: `ids` is shorter than the longest length.
+        ValueError: `ids` is shorter than the longest length, a length below 2, an unknown
+            direction.
 
     >>> story = load_model("stories15m", device="cpu")
     >>> ids = torch.arange(2, 66)[None]
@@ -98,10 +99,14 @@ def measure_model(
     import pandas as pd
     from tqdm.auto import tqdm
 
-    if ids.ndim != 2 or ids.shape[1] < max(lengths):
+    if ids.ndim != 2 or not lengths or not all(2 <= length <= ids.shape[1] for length in lengths):
         raise ValueError(
-            f"ids has shape {tuple(ids.shape)}; (batch, {max(lengths)} or more) is needed"
+            f"lengths {list(lengths)}: from 2 to those of ids, {tuple(ids.shape)}, (batch, tokens)"
         )
+    if direction not in get_args(Direction):
+        known = ", ".join(get_args(Direction))
+        raise ValueError(f"unknown direction {direction!r}; known: {known}")
+    attentions = [attentions] if isinstance(attentions, str) else attentions
     config: Any = model.config
     cases = [(length, attention) for length in lengths for attention in attentions]
     record = provenance(model.device, model=config.model_type, direction=direction)

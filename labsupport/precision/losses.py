@@ -57,7 +57,7 @@ def compute_loss(
     >>> compute_loss(torch.zeros(2, 3, 10), torch.zeros(2, 3, dtype=torch.long))
     tensor(2.3026)
     """
-    if labels.is_floating_point() or labels.dtype in (torch.bool, torch.complex64):
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"labels must be integers (the right token), not {short(labels.dtype)}.")
     for wanted in (logits.dtype, dtype):
         if not wanted.is_floating_point:

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from labsupport.precision.dtypes import short
 from labsupport.profiling.memory import cap_gpu_memory, format_bytes
 from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import parse_bytes
@@ -52,9 +52,14 @@ def in_chunks(fn: Callable[[Tensor], Tensor], x: Tensor, size: int | None) -> Te
     With gradients on, each chunk is checkpointed: between x and the result only one chunk's tensors
     exist at a time, for one more forward pass of `fn`.
 
+    Raises:
+        ValueError: size is below 1.
+
     >>> in_chunks(torch.nn.Linear(8, 2), torch.zeros(1, 100, 8), 32).shape
     torch.Size([1, 100, 2])
     """
+    if size is not None and size < 1:
+        raise ValueError(f"size is {size}: at least 1 token, or None for all of them.")
     if size is None or x.shape[-2] <= size:
         return fn(x)
     # split, and not slices: the backward of each slice would fill a tensor of the full size.
@@ -91,8 +96,8 @@ class _SharedGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None, None]:
+        _refuse_second_derivative("shared_gradient", "the tensor itself")
         if ctx.root:  # after all of the uses
             return ctx.total.pop().to(ctx.dtype) if ctx.total else None, None, None
         if ctx.total:
@@ -101,6 +106,17 @@ class _SharedGradient(torch.autograd.Function):
             wide = torch.promote_types(ctx.dtype, torch.float32)
             ctx.total.append(grad.to(wide, copy=True))
         return None, None, None
+
+
+def _refuse_second_derivative(name: str, other: str) -> None:
+    """Raise in a backward pass whose result depends on its inputs in ways that no graph knows.
+
+    Gradients are on only where they are to be differentiated again (create_graph=True).
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} cannot be differentiated twice (create_graph=True): {other} can."
+        )
 
 
 class HostStore:
@@ -233,12 +249,19 @@ def chunked_cross_entropy(
 
     Raises:
         ValueError: shapes that do not fit, a label out of range, chunk below 1.
+        TypeError: labels that are not integers; hidden or weight that are not floating.
         RuntimeError: differentiated twice.
 
     >>> chunked_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(10, 4), torch.zeros(2, 3).long())
     tensor(2.3026)
     """
-    vocabulary, width = weight.shape
+    integers = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+    if not (integers and hidden.is_floating_point() and weight.is_floating_point()):
+        raise TypeError(
+            f"labels must be integers, hidden and weight floating, but {short(labels.dtype)}, "
+            f"{short(hidden.dtype)} and {short(weight.dtype)} were given."
+        )
+    vocabulary, width = weight.shape if weight.ndim == 2 else (1, -1)
     size = default_chunk(vocabulary) if chunk is None else chunk
     if hidden.shape != (*labels.shape, width) or size < 1:
         raise ValueError(
@@ -310,13 +333,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        # Gradients are on only where they are to be differentiated again (create_graph=True). What
-        # we return depends on hidden and weight, and no graph knows how: to go on would be wrong.
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "chunked_cross_entropy cannot be differentiated twice (create_graph=True): its "
-                "gradients are computed in the forward pass. compute_loss can."
-            )
+        _refuse_second_derivative("chunked_cross_entropy", "compute_loss")
         *gradients, count = ctx.saved_tensors
         factor = grad_loss / count
         # With retain_graph=True the stored gradients are needed again, and copies are scaled.

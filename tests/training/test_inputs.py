@@ -25,6 +25,7 @@ from labsupport.training import (
     ResumeError,
     TrainConfig,
     batches,
+    chunked_cross_entropy,
     documents_from,
     pack,
     source_documents,
@@ -33,6 +34,7 @@ from labsupport.training.config import IGNORED
 from labsupport.training.consistency import together as apart_by
 from labsupport.training.data import generated, together
 from labsupport.training.history import StepRow
+from labsupport.training.memory import in_chunks, shared_gradient
 from labsupport.training.tokens import Encoded, encode
 from labsupport.training.train import learning_rate, write_text
 
@@ -301,3 +303,49 @@ def test_a_loss_that_is_not_a_number_is_no_agreement():
 def test_the_median_of_two_steps_lies_between_them():
     rows = [StepRow(step, 0.0, 0.0, 0.0, seconds, 12, 0) for step, seconds in enumerate((1.0, 3.0))]
     assert History(rows).tokens_per_s == 8
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_second_derivative_is_right_or_refused(direct):
+    """Also beside a part that has one, where its absence would not be seen."""
+    x = torch.randn(1, 6, 3, requires_grad=True)
+    weight = torch.randn(5, 3, requires_grad=True)
+    labels = torch.tensor([[0, 1, 2, 3, 4, IGNORED]])
+
+    def shared(x):
+        use = shared_gradient(x)
+        return (use() * use()).sum()
+
+    refused = [shared, lambda x: chunked_cross_entropy(x, weight, labels, chunk=2)]
+    for function in refused:
+        with pytest.raises(RuntimeError, match=r"twice \(create_graph=True\)"):
+            torch.autograd.grad(function(x) + direct * (x**3).sum(), x, create_graph=True)
+    right = [
+        (lambda x: in_chunks(lambda part: part**3, x, 2).sum(), lambda x: (x**3).sum()),
+        (
+            lambda x: compute_loss(x, labels, head=lambda part: part @ weight.T, chunk_size=2),
+            lambda x: F.cross_entropy((x @ weight.T).flatten(0, 1), labels.flatten()),
+        ),
+    ]
+    for ours, theirs in right:
+        twice = []
+        for function in (ours, theirs):
+            (slope,) = torch.autograd.grad(function(x), x, create_graph=True)
+            twice.append(torch.autograd.grad((slope**2).sum(), x)[0])
+        torch.testing.assert_close(*twice)
+
+
+def test_what_is_no_label_and_no_size_is_refused():
+    hidden, weight = torch.randn(4, 3), torch.randn(5, 3)
+    labels = torch.tensor([0, 1, 2, 3])
+    for wrong in (labels + 0.7, labels > 1):
+        with pytest.raises(TypeError, match="labels must be integers"):
+            chunked_cross_entropy(hidden, weight, wrong)
+    with pytest.raises(ValueError, match="must be"):
+        chunked_cross_entropy(hidden, weight[0], labels)
+    for size in (0, -1):
+        with pytest.raises(ValueError, match="size is"):
+            in_chunks(lambda part: part, hidden, size)

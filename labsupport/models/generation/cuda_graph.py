@@ -16,7 +16,14 @@ from torch import Tensor
 
 from labsupport.attention import BackendUnavailableError
 from labsupport.attention.kernels import mode
-from labsupport.models.generation.prompts import Batch, Decoded, Sampler, check_room, cut
+from labsupport.models.generation.prompts import (
+    Batch,
+    Decoded,
+    Sampler,
+    check_logits,
+    check_room,
+    cut,
+)
 from labsupport.models.generation.steps import LlamaStep
 from labsupport.profiling.timing import now
 
@@ -65,7 +72,8 @@ class GraphedDecoder:
         cut; so are the up to CHECK_EVERY steps until that is noticed. Their time counts.
 
         Raises:
-            ValueError: more rows or tokens than this decoder was made for.
+            ValueError: more rows or tokens than this decoder was made for; logits of the first or
+                the last step that are not finite.
         """
         rows = len(self.step.token)
         if len(batch.lengths) != rows or batch.width + max_new_tokens > self.length:
@@ -88,6 +96,8 @@ class GraphedDecoder:
                 self._advance()
                 made += 1
         decode_s = now(self.model.device) - start
+        if made > 1:
+            check_logits(self.step.logits)
         tokens = self._tokens(made).unbind(dim=1) if made else ()
         return Decoded(cut(tokens, batch, ends), prefill_s, decode_s if made > 1 else 0.0)
 
@@ -112,6 +122,7 @@ class GraphedDecoder:
             values[:, : batch.width] = layer.values.transpose(1, 2)[rows, columns]
         for lengths in (self.step.seqlens, self.step.prompts):
             lengths.copy_(batch.width - batch.starts)
+        check_logits(logits)
         self.step.token.copy_(self.sample(logits))
 
     def _next(self) -> None:

@@ -27,6 +27,7 @@ from labsupport.models.generation.prompts import (
     Batch,
     Decoded,
     Sampler,
+    check_logits,
     check_model,
     check_room,
     cut,
@@ -161,23 +162,18 @@ def generate(
 
     Raises:
         ValueError: options that make no sense; a prompt, or a tokenizer, that does not fit; a model
-            in training mode, or one that does not continue texts.
+            in training mode, one that does not continue texts, or one whose logits are not finite.
 
     >>> story = load_model("stories15m", device="cpu")
     >>> generate(story.model, story.tokenizer, "Once upon a time", max_new_tokens=8).texts
     [', there was a little girl named L']
     """
     check_model(model)
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
     if cache == "auto":
         cache = fastest_cache(model, steps=on_step is not None)
     if cache not in KINDS and not isinstance(cache, type):
         raise ValueError(f"cache must be one of {', '.join(KINDS)}, got {cache!r}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 (greedy) or more, and finite, got {temperature}")
-    if top_k is not None and (top_k < 1 or not temperature):
-        raise ValueError(f"top_k={top_k} must be 1 or more, and needs a temperature above 0")
+    options: dict[str, Any] = {"sample": Sampler(model.device, temperature, top_k, seed)}
     if cache == "graphed" and (on_step or model.device.type != "cuda"):
         raise ValueError(
             "the graphed loop needs a GPU, and does not stop after each step: "
@@ -192,7 +188,6 @@ def generate(
         # in, so that the prefill neither waits for the disk nor counts them as its memory.
         for parameter in model.parameters():
             parameter.detach().flatten()[::1024].sum()
-    options: dict[str, Any] = {"sample": Sampler(model.device, temperature, top_k, seed)}
     if cache == "graphed":
         options |= {"batch": len(batch.lengths), "length": batch.width + max_new_tokens}
         run = GraphedDecoder(model, **options).run
@@ -237,7 +232,12 @@ def prefill_and_decode(
         batch: the prompts' tokens.
         sample: from logits (batch, vocabulary) to tokens (batch,).
         ends: tokens that end a row; none: all rows get `max_new_tokens`.
+
+    Raises:
+        ValueError: tokens that do not fit to the model; an unknown cache; logits of the first or
+            the last step that are not finite.
     """
+    check_room(model, batch, max_new_tokens)
     from transformers import DynamicCache, StaticCache
 
     length, config = batch.width + max_new_tokens, model.config
@@ -246,12 +246,17 @@ def prefill_and_decode(
         past = _own_cache(cache)
     elif cache == "static":
         past = StaticCache(config, max_cache_len=length)
-    else:
+    elif cache == "dynamic":
         past = DynamicCache(config=config)
+    else:
+        raise ValueError(f"cache must be dynamic, static, or a class, got {cache!r}")
     mask = batch.mask(length)
     endings = torch.tensor(ends, device=model.device)
 
+    logits = torch.empty(0)
+
     def forward(ids: Tensor, positions: Tensor, seen: int) -> Tensor:
+        nonlocal logits
         # The last position's logits alone: those of a long prompt would be larger than the model.
         logits = model(
             ids,
@@ -266,6 +271,7 @@ def prefill_and_decode(
     start = now(model.device)
     token = forward(batch.ids, batch.positions, batch.width)
     prefill_s = now(model.device) - start
+    check_logits(logits)
     tokens, step_s = [token][:max_new_tokens], []
     position = batch.positions[:, -1:]
     ended = torch.isin(token, endings)
@@ -281,6 +287,7 @@ def prefill_and_decode(
         ended |= torch.isin(token, endings)
         if on_step:
             on_step(step, token, step_s[-1])
+    check_logits(logits)  # NaN of a step before stays in the cache, and comes out again
     return Decoded(cut(tokens, batch, ends), prefill_s, sum(step_s), tuple(step_s))
 
 

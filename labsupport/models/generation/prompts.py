@@ -25,11 +25,25 @@ class Batch:
     """Prompts as tokens, padded on the left.
 
     ids: (batch, width) int64.
-    lengths: how many tokens of each row are real.
+    lengths: how many tokens of each row are real: at least 1.
+
+    Raises:
+        ValueError: no row, or ids and lengths that do not fit.
     """
 
     ids: Tensor
     lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.ids.shape)
+        integers = self.ids.dtype in (torch.int64, torch.int32)
+        if not (integers and len(shape) == 2 and len(self.lengths) == shape[0] > 0):
+            raise ValueError(
+                f"ids must be (batch, width) int64, and lengths one number a row, but "
+                f"{self.ids.dtype} {shape} and {self.lengths} were given"
+            )
+        if not all(1 <= length <= shape[1] for length in self.lengths):
+            raise ValueError(f"lengths are from 1 to {shape[1]}, the width, not {self.lengths}")
 
     @property
     def width(self) -> int:
@@ -78,6 +92,9 @@ class Sampler:
         temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
         top_k: sample among this many likeliest tokens.
         seed: of the random numbers, from the last `restart` on.
+
+    Raises:
+        ValueError: a temperature below 0 or not finite; top_k below 1, or without a temperature.
     """
 
     def __init__(
@@ -87,6 +104,12 @@ class Sampler:
         top_k: int | None = None,
         seed: int = 0,
     ) -> None:
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(
+                f"temperature must be 0 (greedy) or more, and finite, got {temperature}"
+            )
+        if top_k is not None and (top_k < 1 or not temperature):
+            raise ValueError(f"top_k={top_k} must be 1 or more, and needs a temperature above 0")
         self.temperature, self.top_k, self.seed = temperature, top_k, seed
         self.generator = torch.Generator(device).manual_seed(seed)
 
@@ -101,7 +124,10 @@ class Sampler:
         tokens = None
         if self.top_k is not None:
             logits, tokens = logits.topk(min(self.top_k, logits.shape[-1]), sorted=False)
-        p = (logits.float() / self.temperature).softmax(-1)
+        logits = logits.float()
+        # From the largest down: 0 divided by the lowest temperature stays 0.
+        below = logits - logits.amax(-1, keepdim=True)
+        p = (below / max(self.temperature, 1e-30)).softmax(-1)
         # The first of exponential waiting times with rates p has probability p.
         chosen = (p / torch.empty_like(p).exponential_(generator=self.generator)).argmax(-1)
         return chosen if tokens is None else tokens.gather(-1, chosen[:, None])[:, 0]
@@ -113,8 +139,8 @@ def batch_of(rows: Sequence[Sequence[int]], device: torch.device | str, pad: int
     Raises:
         ValueError: no row, or an empty one.
     """
-    if not rows or not all(rows):
-        raise ValueError("no prompt was given, or one without a single token")
+    if not rows or not all(isinstance(row, Sequence) and row for row in rows):
+        raise ValueError("no prompt was given, or one without a single token: give rows of tokens")
     width = max(map(len, rows))
     padded = [[pad] * (width - len(row)) + list(row) for row in rows]
     return Batch(torch.tensor(padded, device=device), tuple(map(len, rows)))
@@ -184,22 +210,39 @@ def check_room(model: PreTrainedModel, batch: Batch, max_new_tokens: int) -> Non
     """Refuse more tokens than the model has positions.
 
     Raises:
-        ValueError: a token beyond the rows of the embedding; a prompt that, with the new tokens, is
-            longer than the model's positions.
+        ValueError: max_new_tokens below 0; a token that has no row of the embedding; a prompt that,
+            with the new tokens, is longer than the model's positions.
     """
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
     embedding: Any = model.get_input_embeddings()
-    rows, largest = embedding.weight.shape[0], int(batch.ids.max())
-    if largest >= rows:
-        raise ValueError(
-            f"there is a token {largest}, and the model's embedding has {rows} rows: "
-            "this tokenizer does not belong to this model"
-        )
+    rows = embedding.weight.shape[0]
+    for token in torch.stack(torch.aminmax(batch.ids)).tolist():
+        if not 0 <= token < rows:
+            raise ValueError(
+                f"there is a token {token}, and the model's embedding has {rows} rows: "
+                "this tokenizer does not belong to this model"
+            )
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(batch.lengths)
     if limit is not None and longest + max_new_tokens > limit:
         raise ValueError(
             f"{longest} tokens of text and {max_new_tokens} new ones are more than the model's "
             f"{limit} positions: shorten the text, or pass a smaller max_new_tokens"
+        )
+
+
+def check_logits(logits: Tensor) -> None:
+    """Refuse logits that leave no choice: the largest of a row is NaN or infinite.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if not logits.amax(-1).isfinite().all():
+        raise ValueError(
+            "the model's logits are NaN or infinite, and name no next token. To find the layer: "
+            "`with PrecisionTracker(model) as tracker:` (labsupport.precision), then "
+            "print(tracker.report())"
         )
 
 
