@@ -24,7 +24,15 @@ assert torch.equal(k_cache[:, :16], k) and out.shape == q.shape""",
     "flash-attn's rotary": """
 from labsupport.attention import apply_rotary_emb, rotary_angles
 cos, sin = rotary_angles(torch.arange(16), 8)
-assert apply_rotary_emb(q, cos, sin, interleaved=False).shape == q.shape""",
+assert apply_rotary_emb(q, cos, sin, False).shape == q.shape
+later = apply_rotary_emb(q[:, 4:], cos, sin, interleaved=True, seqlen_offsets=4)
+torch.testing.assert_close(later, apply_rotary_emb(q, cos, sin, interleaved=True)[:, 4:])""",
+    "flash-attn's packed keys": """
+from labsupport.attention import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func
+q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+cu = torch.tensor([0, 16, 32], dtype=torch.int32)
+out = flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), cu, cu, 16, 16, causal=True)
+torch.testing.assert_close(out, flash_attn_varlen_func(q, k, v, cu, cu, 16, 16, causal=True))""",
     "SDPA": """
 from labsupport.attention import attention
 out = attention(q, k, v, causal=True, backend="sdpa_flash")

@@ -14,6 +14,7 @@ from labsupport.attention.kernels.mode import interpreted
 
 # No published model has more heads, and sequences shorter than that many heads are rare.
 MOST_HEADS_OF_A_REAL_MODEL = 128
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 KERNEL_DTYPES, LARGEST_KERNEL_HEAD_DIM = (torch.float16, torch.bfloat16, torch.float32), 256
 MODEL_LAYOUT = "(batch, seqlen, heads, head_dim)"
 
@@ -68,20 +69,78 @@ def check_packed_layout(
     _check_tensors(q, k, v, layout, rank=3)
     _check_lengths(q, k, v, 0, layout)
     _check_heads(q, k, v)
-    for letter, offsets, total in (("q", cu_seqlens_q, len(q)), ("k", cu_seqlens_k, len(k))):
-        whole = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
-        steps = offsets.tolist() if whole and offsets.ndim == 1 else []
-        if len(steps) < 2 or steps[0] != 0 or steps[-1] != total or steps != sorted(steps):
-            raise AttentionInputError(
-                f"cu_seqlens_{letter} must be a 1-D integer tensor that starts at 0, never falls "
-                f"and ends at {total}, the number of packed tokens; {offsets} was given. For "
-                "lengths [3, 5] it is [0, 3, 8]: torch.tensor([0, 3, 5]).cumsum(0)."
-            )
+    check_offsets("cu_seqlens_q", cu_seqlens_q, len(q))
+    check_offsets("cu_seqlens_k", cu_seqlens_k, len(k))
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise AttentionInputError(
             f"cu_seqlens_q describes {len(cu_seqlens_q) - 1} sequences, cu_seqlens_k "
             f"{len(cu_seqlens_k) - 1}: they must describe the same ones."
         )
+
+
+def check_offsets(name: str, offsets: object, total: int | None) -> None:
+    """Check offsets of packed sequences; a `total` of None takes any."""
+    whole = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
+    steps = offsets.tolist() if isinstance(offsets, Tensor) and whole and offsets.ndim == 1 else []
+    ends = total is None or steps[-1:] == [total]
+    if len(steps) < 2 or steps[0] != 0 or not ends or steps != sorted(steps):
+        end = "" if total is None else f" and ends at {total}, the number of packed tokens"
+        raise AttentionInputError(
+            f"{name} must be a 1-D integer tensor that starts at 0, never falls{end}; {offsets} "
+            "was given. For lengths [3, 5] it is [0, 3, 8]: torch.tensor([0, 3, 5]).cumsum(0)."
+        )
+
+
+def check_max_seqlen(name: str, longest: object, lengths: Tensor | int) -> None:
+    """Check that a longest length is a number, and none of the `lengths` is larger."""
+    number = longest.item() if isinstance(longest, Tensor) and longest.ndim == 0 else longest
+    least = int(lengths.max()) if isinstance(lengths, Tensor) else lengths
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise AttentionInputError(
+            f"{name} must be the longest length, here {least}, or more, but {longest!r} was given."
+        )
+
+
+def check_switch(name: str, switch: object) -> None:
+    """Check that an option is True or False, and not another argument that slipped into place."""
+    if not isinstance(switch, bool):
+        raise AttentionInputError(f"{name} is True or False, but {switch!r} was given.")
+
+
+def check_integers(
+    name: str,
+    x: object,
+    shape: tuple[int, ...],
+    least: int | None = None,
+    most: int | Tensor | None = None,
+    limit: str = "",
+) -> Tensor:
+    """Check an integer tensor of one shape and its bounds, and return it as int64.
+
+    `most`, a number or one for each entry, is described by `limit`.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in INTEGERS or tuple(x.shape) != shape:
+        kind = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        raise AttentionInputError(
+            f"{name} must be an integer tensor of shape {shape}, but {kind} was given: "
+            "torch.tensor(...) converts a list."
+        )
+    x = x.long()
+    if least is None or most is None:
+        return x
+    most = torch.as_tensor(most, device=x.device).expand_as(x)
+    wrong = (x < least) | (x > most)
+    if bool(wrong.any()):
+        raise AttentionInputError(
+            f"{name} must be {least} to {int(most[wrong][0])}, {limit}, but {int(x[wrong][0])} "
+            "was given; negative numbers do not count from the end."
+        )
+    return x
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Return whether `expand` has made several elements one place in memory."""
+    return any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:

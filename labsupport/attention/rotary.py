@@ -25,11 +25,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
-from labsupport.attention.inputs import AttentionInputError
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+from labsupport.attention.inputs import (
+    INTEGERS,
+    AttentionInputError,
+    check_integers,
+    check_max_seqlen,
+    check_offsets,
+    check_switch,
+    overlaps_itself,
+)
 
 
 def rotary_angles(
@@ -57,7 +63,7 @@ def rotary_angles(
     torch.Size([16, 4])
     """
     dtype, shape = getattr(positions, "dtype", None), tuple(getattr(positions, "shape", ()))
-    if dtype not in _INTEGERS or len(shape) not in (1, 2):
+    if dtype not in INTEGERS or len(shape) not in (1, 2):
         raise AttentionInputError(
             f"positions must be an integer tensor (seqlen,) or (batch, seqlen), but a "
             f"{type(positions).__name__} was given, {dtype} of shape {shape}: "
@@ -76,52 +82,79 @@ def rotary_angles(
     return angles.cos().to(*to), angles.sin_().to(*to)
 
 
-def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn queries or keys by their angles; the name, and `interleaved`, are flash-attn's.
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Turn queries or keys by their angles; name and arguments are flash-attn's.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim). If head_dim is
             larger than 2 · cos.shape[-1], the numbers after those stay as they are.
-        cos, sin: (seqlen, pairs) or (batch, seqlen, pairs) from `rotary_angles`; packed
-            (total, pairs).
+        cos, sin: from `rotary_angles`: (positions, pairs), at least as many as there are tokens in
+            a sequence; or the angles of each token, (batch, seqlen, pairs), or (total, pairs) for
+            a packed x without `cu_seqlens`.
         interleaved: pairs are neighbours (True) or half a head apart (False).
+        inplace: write to x and return it.
+        seqlen_offsets: position of the first token, one number or (batch,).
+        cu_seqlens: (sequences + 1,) offsets of packed sequences; positions start anew in each.
+        max_seqlen: at least the longest length; not needed here.
 
     Returns:
-        A new tensor of x's shape and dtype. Computed in float32 (float64 for a float64 x).
+        A tensor of x's shape and dtype, a new one unless `inplace`. Computed in float32 (float64
+        for a float64 x).
 
     A rotation is linear: for its backward, which turns by the opposite angle, autograd keeps cos
     and sin, and not x.
 
     Raises:
-        AttentionInputError: shapes, dtypes or devices do not fit together, or cosines want
-            gradients (they are constants here).
+        AttentionInputError: shapes, dtypes or devices do not fit together, positions are not in
+            the tables, cosines want gradients (they are constants here), or x cannot be written to.
 
     >>> x = torch.randn(1, 16, 4, 8)
     >>> turned = apply_rotary_emb(x, *rotary_angles(torch.arange(16), head_dim=8))
     >>> torch.allclose(turned.norm(dim=-1), x.norm(dim=-1))
     True
     """
+    check_switch("interleaved", interleaved)
+    check_switch("inplace", inplace)
     _check_rotation(x, cos, sin)
-    return _Rotation.apply(x, cos, sin, interleaved, False)
+    if inplace and (overlaps_itself(x) or (x.is_leaf and x.requires_grad and is_grad_enabled())):
+        raise AttentionInputError(
+            "inplace=True writes to x, which is a leaf that requires gradients, or expanded: leave "
+            "inplace out, or pass x.clone()."
+        )
+    cos, sin = _angles_of_tokens(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    return _Rotation.apply(x, cos, sin, interleaved, False, inplace)
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, inplace: bool
     ) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.options = interleaved, back
-        return _rotate(x, cos, sin, interleaved, back)
+        if inplace:
+            ctx.mark_dirty(x)
+        return _rotate(x, cos, sin, interleaved, back, inplace)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         interleaved, back = ctx.options
-        dx = _Rotation.apply(dout, *ctx.saved_tensors, interleaved, not back)
-        return dx, None, None, None, None
+        dx = _Rotation.apply(dout, *ctx.saved_tensors, interleaved, not back, False)
+        return dx, None, None, None, None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+def _rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, inplace: bool
+) -> Tensor:
     # One angle for all heads of a token; 16-bit cosines must not make it 16-bit arithmetic.
     cos, sin = (
         table.to(torch.promote_types(table.dtype, torch.float32)).unsqueeze(-2)
@@ -129,14 +162,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) 
     )
     sign = -1 if back else 1
     turned = 2 * cos.shape[-1]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if turned < x.shape[-1]:
+    out = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
+    if turned < x.shape[-1] and not inplace:
         out[..., turned:] = x[..., turned:]
     xs, ys = _coordinates(x[..., :turned], interleaved)
     new_xs, new_ys = _coordinates(out[..., :turned], interleaved)
     # A half of x in float32 at a time, and never a whole copy: at a million tokens it is gigabytes.
+    old_xs = xs.clone() if inplace else xs
     new_xs.copy_((xs * cos).addcmul_(ys, sin, value=-sign))
-    new_ys.copy_((ys * cos).addcmul_(xs, sin, value=sign))
+    new_ys.copy_((ys * cos).addcmul_(old_xs, sin, value=sign))
     return out
 
 
@@ -211,13 +245,65 @@ def _check_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             f"x is on {x.device}, cos on {cos.device} and sin on {sin.device}: pass "
             "cos.detach().to(x.device), and sin likewise."
         )
-    *tokens, _, head_dim = x.shape
-    allowed = [(tokens[-1],), *([tuple(tokens), (1, tokens[-1])] if x.ndim == 4 else [])]
-    if cos.shape[:-1] not in allowed or not 1 <= cos.shape[-1] <= head_dim // 2:
+    if not 1 <= cos.shape[-1] <= x.shape[-1] // 2 or cos.ndim not in (2, 3):
         raise AttentionInputError(
-            f"x {tuple(x.shape)} needs cos, sin ({tokens[-1]}, pairs), one row for "
-            f"each token, 1 to {head_dim // 2} pairs, but {tuple(cos.shape)} was given: make "
-            f"them with rotary_angles(positions, {head_dim}), not doubled as in Transformers. "
-            "In x, heads come after the tokens: from (batch, heads, seqlen, head_dim) pass "
-            "x.transpose(1, 2)."
+            f"x {tuple(x.shape)} needs cos, sin (positions, pairs), 1 to {x.shape[-1] // 2} pairs, "
+            f"but {tuple(cos.shape)} was given: make them with rotary_angles(positions, "
+            f"{x.shape[-1]}), not doubled as in Transformers."
         )
+
+
+def _angles_of_tokens(
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: Any, cu_seqlens: Any, max_seqlen: Any
+) -> tuple[Tensor, Tensor]:
+    """Pick each token's row of the tables: (seqlen, pairs), (batch, seqlen, pairs) or packed."""
+    tokens, rows, by_one = tuple(x.shape[:-2]), len(cos), type(seqlen_offsets) is int
+    if cos.ndim == 3 or (x.ndim == 3 and cu_seqlens is None):
+        allowed = [tokens] if x.ndim == 3 else [tokens, (1, tokens[1])]
+        shifted = not by_one or seqlen_offsets != 0 or cu_seqlens is not None
+        if cos.shape[:-1] not in allowed or shifted:
+            raise AttentionInputError(
+                f"cos and sin {tuple(cos.shape)} must be the angles of each token of x "
+                f"{tuple(x.shape)}: {tokens} and pairs, without seqlen_offsets and cu_seqlens. A "
+                "table (positions, pairs) goes with those, or with a batch."
+            )
+        return cos, sin
+    batch, lengths = tokens[0], tokens[-1]
+    if cu_seqlens is not None:
+        if x.ndim != 3:
+            raise AttentionInputError(
+                f"cu_seqlens describes packed sequences, x (total, heads, head_dim), but x "
+                f"{tuple(x.shape)} was given: x.flatten(0, 1) packs a batch."
+            )
+        check_offsets("cu_seqlens", cu_seqlens, len(x))
+        lengths = cu_seqlens.diff().to(x.device, torch.int64)
+        batch = len(lengths)
+    if max_seqlen is not None:
+        check_max_seqlen("max_seqlen", max_seqlen, lengths)
+    if not by_one:
+        seqlen_offsets = check_integers("seqlen_offsets", seqlen_offsets, (batch,)).to(x.device)
+    first, needed = _least(seqlen_offsets), -_least(-(seqlen_offsets + lengths))
+    if first < 0 or needed > rows:
+        raise AttentionInputError(
+            f"cos and sin have {rows} positions, but x {tuple(x.shape)} with seqlen_offsets from "
+            f"{first} needs {needed}: make longer tables with rotary_angles. Negative offsets do "
+            "not count from the end."
+        )
+    if rows != tokens[-1] and rows == x.shape[2] and x.ndim == 4 and by_one and first == 0:
+        raise AttentionInputError(
+            f"cos has {rows} positions, as many as x {tuple(x.shape)} has heads: x looks like "
+            "(batch, heads, seqlen, head_dim), where x.transpose(1, 2) is needed. If it is not, "
+            f"pass cos[:{tokens[-1]}], and sin likewise."
+        )
+    if cu_seqlens is not None:
+        shift = seqlen_offsets - cu_seqlens[:-1].to(x.device, torch.int64)
+        places = torch.arange(len(x), device=x.device) + shift.repeat_interleave(lengths)
+    elif by_one:
+        places = slice(first, needed)
+    else:
+        places = seqlen_offsets[:, None] + torch.arange(tokens[-1], device=x.device)
+    return cos[places], sin[places]
+
+
+def _least(x: int | Tensor) -> int:
+    return int(x.min()) if isinstance(x, Tensor) else x

@@ -129,6 +129,44 @@ def test_the_backward_keeps_cosines_and_sines_and_x_is_not_copied_as_a_whole():
     assert {tensor.data_ptr() for tensor in kept} <= {table.data_ptr() for table in angles}
 
 
+# --- flash-attn's further arguments ---------------------------------------------------------------
+
+
+@both_conventions
+def test_longer_tables_offsets_and_packed_sequences_pick_each_tokens_angles(interleaved):
+    x, table = normal(BATCH, SEQLEN, HEADS, HEAD_DIM), rotary_angles(torch.arange(40), HEAD_DIM)
+
+    def expected(x, positions):
+        return by_definition(x, positions, interleaved).float()
+
+    steps = torch.arange(SEQLEN)
+    for offsets in (0, 7, torch.tensor([0, 29]), torch.tensor([5, 5], dtype=torch.int32)):
+        start = torch.as_tensor(offsets).expand(BATCH)[:, None]
+        out = apply_rotary_emb(x, *table, interleaved, False, offsets)
+        torch.testing.assert_close(out, expected(x, start + steps), rtol=0, atol=1e-5)
+    ends, packed = torch.tensor([0, 3, 3, SEQLEN]), x[0]
+    within = torch.cat([torch.arange(3), torch.arange(SEQLEN - 3)])
+    for offsets, shift in ((2, 2), (torch.tensor([4, 0, 9]), torch.tensor([4] * 3 + [9] * 8))):
+        out = apply_rotary_emb(
+            packed, *table, interleaved, seqlen_offsets=offsets, cu_seqlens=ends, max_seqlen=SEQLEN
+        )
+        torch.testing.assert_close(out, expected(packed, within + shift), rtol=0, atol=1e-5)
+
+
+@both_conventions
+def test_in_place_gives_the_same_values_and_gradients(interleaved):
+    x, weights = normal(1, 3, 2, 6, dtype=torch.float64).requires_grad_(), normal(1, 3, 2, 6)
+    angles = rotary_angles(torch.arange(3), 4)
+    out = apply_rotary_emb(x, *angles, interleaved)
+    (expected,) = torch.autograd.grad((out * weights).sum(), x)
+    copied = x.clone()
+    assert apply_rotary_emb(copied, *angles, interleaved, inplace=True) is copied
+    assert_same(copied, out)
+    assert_same(torch.autograd.grad((copied * weights).sum(), x)[0], expected)
+    with pytest.raises(AttentionInputError, match="leaf that requires gradients"):
+        apply_rotary_emb(x, *angles, inplace=True)
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -152,7 +190,7 @@ COS, SIN = rotary_angles(torch.arange(SEQLEN), HEAD_DIM)
     ("x", "cos", "sin", "said"),
     [
         (normal(BATCH, HEADS, SEQLEN, HEAD_DIM), COS, SIN, r"x.transpose\(1, 2\)"),
-        (normal(BATCH, SEQLEN + 1, HEADS, HEAD_DIM), COS, SIN, r"\(12, pairs\)"),
+        (normal(BATCH, SEQLEN + 1, HEADS, HEAD_DIM), COS, SIN, "11 positions.*needs 12"),
         (normal(SEQLEN, HEAD_DIM), COS, SIN, "heads, head_dim"),
         (normal(1, SEQLEN, HEADS, 6), COS, SIN, "1 to 3 pairs"),
         (normal(1, SEQLEN, HEADS, HEAD_DIM), COS.repeat(1, 2), SIN.repeat(1, 2), "not doubled"),
@@ -163,6 +201,49 @@ COS, SIN = rotary_angles(torch.arange(SEQLEN), HEAD_DIM)
 def test_what_does_not_fit_together_is_refused(x, cos, sin, said):
     with pytest.raises(AttentionInputError, match=said):
         apply_rotary_emb(x, cos, sin)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seqlen_offsets": -1}, "from -1.*Negative offsets"),
+        ({"seqlen_offsets": 1}, "11 positions.*needs 12"),
+        ({"seqlen_offsets": torch.tensor([-1, 0])}, "from -1"),
+        ({"seqlen_offsets": torch.tensor([0, 1])}, "needs 12"),
+        ({"seqlen_offsets": [0, 0]}, "seqlen_offsets must be an integer tensor"),
+        ({"seqlen_offsets": torch.tensor([0])}, r"shape \(2,\)"),
+        ({"seqlen_offsets": True}, "seqlen_offsets.*True"),
+        ({"seqlen_offsets": 0.0}, "seqlen_offsets"),
+        ({"cu_seqlens": torch.tensor([0, 11])}, "packs a batch"),
+        ({"max_seqlen": 10}, "max_seqlen must be the longest length, here 11"),
+        ({"interleaved": torch.arange(2)}, "interleaved"),
+        ({"inplace": 1}, "inplace"),
+    ],
+)
+def test_arguments_that_do_not_fit_x_are_refused(options, said):
+    with pytest.raises(AttentionInputError, match=said):
+        apply_rotary_emb(normal(BATCH, SEQLEN, HEADS, HEAD_DIM), COS, SIN, **options)
+
+
+@pytest.mark.parametrize(
+    ("ends", "options", "said"),
+    [
+        ([0, 4, 10], {}, "cu_seqlens.*ends at 11"),
+        ([0, -1, 11], {}, "never falls"),
+        ([0, 4, 11], {"max_seqlen": 6}, "here 7"),
+        ([0, 4, 11], {"seqlen_offsets": torch.tensor([0, 5])}, "needs 12"),
+        ([0, 4, 11], {"seqlen_offsets": torch.tensor([0, 0, 0])}, r"shape \(2,\)"),
+    ],
+)
+def test_packed_sequences_must_fit_their_offsets(ends, options, said):
+    x = normal(SEQLEN, HEADS, HEAD_DIM)
+    with pytest.raises(AttentionInputError, match=said):
+        apply_rotary_emb(x, COS, SIN, cu_seqlens=torch.tensor(ends), **options)
+
+
+def test_a_longer_table_without_offsets_cannot_turn_packed_tokens():
+    with pytest.raises(AttentionInputError, match="angles of each token"):
+        apply_rotary_emb(normal(SEQLEN - 1, HEADS, HEAD_DIM), COS, SIN)
 
 
 def test_rows_that_make_no_heads_are_refused():
