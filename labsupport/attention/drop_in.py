@@ -268,8 +268,8 @@ def flash_attn_with_kvcache(
     visible = (first[:, None] <= step) & (step < (held + new)[:, None])
     place = place[0][visible], place[1][visible]
     keys, values = k_cache[place], v_cache[place]
+    fresh = (step >= held[:, None])[visible]
     if k is not None and v is not None:
-        fresh = (step >= held[:, None])[visible]
         keys[fresh], values[fresh] = k.flatten(0, 1), v.flatten(0, 1)
     out, lse = _packed(
         q.flatten(0, 1),
@@ -334,15 +334,14 @@ def _keys_in_use(
     layout = "(pages, page size, kv_heads, head_dim)" if paged else "(total_k, kv_heads, head_dim)"
     _check_same("k", k, "v", v, layout)
     check_offsets("cu_seqlens_k", cu_seqlens_k, None if paged else len(k))
-    lengths = cu_seqlens_k.diff().to(k.device, torch.int64)
-    batch, limit, start = len(lengths), lengths, cu_seqlens_k[:-1].to(k.device, torch.int64)
+    lengths = limit = cu_seqlens_k.diff().to(k.device, torch.int64)
+    table = None
     if paged:
-        table = _check_table("block_table", block_table, batch, k.device)
+        table = _check_table("block_table", block_table, len(lengths), k.device)
         limit = torch.full_like(lengths, table.shape[1] * k.shape[1])
     if seqused_k is not None:
-        room = "the room of its sequence"
-        used = _to(seqused_k, k.device)
-        lengths = check_integers("seqused_k", used, (batch,), 0, limit, room)
+        used, room = _to(seqused_k, k.device), "the room of its sequence"
+        lengths = check_integers("seqused_k", used, tuple(lengths.shape), 0, limit, room)
     elif bool((lengths > limit).any()):
         raise AttentionInputError(
             f"block_table has room for {int(limit[0])} keys of a sequence, but by cu_seqlens_k one "
@@ -350,9 +349,12 @@ def _keys_in_use(
         )
     step = torch.arange(int(lengths.max()), device=k.device)
     visible = step < lengths[:, None]
-    place: Any = (start[:, None] + step)[visible]
-    if paged:
-        place = tuple(x[:, : len(step)][visible] for x in _places("block_table", table, k, lengths))
+    if table is None:
+        start = cu_seqlens_k[:-1].to(k.device)
+        place: Any = (start[:, None] + step)[visible]
+    else:
+        both = _places("block_table", table, k, lengths)
+        place = tuple(x[:, : len(step)][visible] for x in both)
     return k[place], v[place], _offsets(lengths)
 
 
@@ -410,7 +412,7 @@ def _unpack(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
     return packed.unbind(dim)
 
 
-def _check_same(name: str, x: object, other: str, y: object, layout: str) -> None:
+def _check_same(name: str, x: Any, other: str, y: Any, layout: str) -> None:
     """Check two tensors of one layout, shape, dtype and device."""
     rank = layout.count(",") + 1
     both = isinstance(x, Tensor) and isinstance(y, Tensor) and x.ndim == rank
