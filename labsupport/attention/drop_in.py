@@ -114,7 +114,7 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: at least the longest lengths; not needed here.
         block_table: (sequences, pages of one) numbers of pages; k and v are then
             (pages, page size, kv_heads, head_dim), and `cu_seqlens_k` tells the lengths.
-        seqused_k: (sequences,) look at only so many of each sequence's keys.
+        seqused_k: (sequences,) how many keys of each sequence are used.
 
     Returns and raises as `flash_attn_func`, with lse (heads, total_q).
 

@@ -103,7 +103,7 @@ def apply_rotary_emb(
         interleaved: pairs are neighbours (True) or half a head apart (False).
         inplace: write to x and return it.
         seqlen_offsets: position of the first token, one number or (batch,).
-        cu_seqlens: (sequences + 1,) offsets of packed sequences; positions start anew in each.
+        cu_seqlens: (sequences + 1,) offsets of packed sequences; positions start again in each.
         max_seqlen: at least the longest length; not needed here.
 
     Returns:
