@@ -79,6 +79,7 @@ ALONE = (
     "docs/class-server",
     "docs/cluster",
     "docs/versions",
+    "docs/architectures",
 )
 html_sidebars = {name: [] for name in ALONE}
 html_theme_options = {

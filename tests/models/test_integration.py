@@ -188,7 +188,7 @@ def test_a_description_holds_no_memory_and_an_edit_of_it_is_refused():
     assert mask.contiguous() is mask  # generate asks for it
     assert mask.data_ptr() == 0
     assert "causal" in str(mask)
-    assert "keys below 4000, 0 padded" in str(mask)
+    assert "keys below 4000, 0 padded, 4 sequences" in str(mask)
     for edit in (
         lambda: mask[:, :, :2],
         lambda: torch.where(mask, 0.0, -1.0),
@@ -198,6 +198,10 @@ def test_a_description_holds_no_memory_and_an_edit_of_it_is_refused():
             edit()
 
 
+WINDOWED = masking_utils.sliding_window_causal_mask_function(3)
+CHUNKED = masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 1, 2]))
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 1, 1, 1], [0] * 8])
+PACKED = masking_utils.and_masks(causal, masking_utils.packed_sequence_mask_function(DOCUMENTS))
 CASES: list[tuple[Any, dict[str, Any]]] = [
     (causal, {"q_length": 8, "kv_length": 8}),
     (causal, {"q_length": 3, "kv_length": 8, "q_offset": 5}),
@@ -205,11 +209,29 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (causal, {"q_length": 3, "kv_length": 12, "q_offset": torch.tensor(5)}),
     (both_ways, {"q_length": 8, "kv_length": 8}),
     (both_ways, {"q_length": 5, "kv_length": 8}),
+    (CHUNKED, {"q_length": 8, "kv_length": 8}),
+    (CHUNKED, {"q_length": 3, "kv_length": 12, "q_offset": 3}),
+    (PACKED, {"q_length": 8, "kv_length": 8}),
 ]
+WINDOWS: list[tuple[Any, dict[str, Any]]] = [
+    (WINDOWED, {"q_length": 8, "kv_length": 8}),
+    (WINDOWED, {"q_length": 1, "kv_length": 8, "q_offset": 7}),
+    (WINDOWED, {"q_length": 2, "kv_length": 4, "q_offset": 6, "kv_offset": 4}),
+    (masking_utils.sliding_window_bidirectional_mask_function(2), {"q_length": 8, "kv_length": 8}),
+    (masking_utils.and_masks(PACKED, WINDOWED), {"q_length": 8, "kv_length": 8}),
+]
+CASES += WINDOWS
 
 
-@pytest.mark.parametrize("side", ["none", "lengths", "holes"])
-@pytest.mark.parametrize(("function", "sizes"), CASES)
+@pytest.mark.parametrize(
+    ("function", "sizes", "side"),
+    [
+        (*case, side)
+        for case in CASES
+        for side in ("none", "lengths", "holes")
+        if side != "holes" or case not in WINDOWS
+    ],
+)
 def test_the_description_allows_and_the_function_uses_the_pairs_of_transformers(
     function, sizes, side
 ):
@@ -219,7 +241,11 @@ def test_the_description_allows_and_the_function_uses_the_pairs_of_transformers(
     mask = describe_mask(**inputs, **sizes)
     theirs: Any = masking_utils.sdpa_mask(**inputs, **sizes, allow_is_causal_skip=False)
     assert not theirs[..., mask.end :].any()
-    assert torch.equal(visible_pairs(mask), theirs[..., : mask.end])
+    pairs = visible_pairs(mask)
+    asked = torch.ones(3, sizes["q_length"], dtype=torch.bool)
+    if mask.segments is not None and mask.own_keys:
+        asked = mask.segments[:, -sizes["q_length"] :] >= 0  # a query of padding may see anything
+    assert torch.equal(pairs[:, 0][asked], theirs[:, 0, :, : mask.end][asked])
 
     torch.manual_seed(0)
     q = torch.randn(3, 4, sizes["q_length"], 8)
@@ -227,24 +253,25 @@ def test_the_description_allows_and_the_function_uses_the_pairs_of_transformers(
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=theirs, enable_gqa=True)
     attend = ALL_ATTENTION_FUNCTIONS["lab_fa_torch"]
     found, _ = attend(torch.nn.Identity(), q, k, v, mask)
-    error = (found - wanted.transpose(1, 2)).abs()
-    if mask.padding is not None and mask.packing is not None and mask.packing.rows_q is not None:
-        error[~mask.padding[:, -q.shape[2] :]] = 0  # a query of padding may give anything
-    assert error.max() < 1e-5
+    assert ((found - wanted.transpose(1, 2))[asked].abs() < 1e-5).all()
+
+
+def test_a_window_over_holes_is_refused_unless_it_hides_nothing():
+    holes = padding(3, 8, "holes").bool()
+    inputs = {"batch_size": 3, "q_length": 8, "kv_length": 8, "attention_mask": holes}
+    describe_mask(mask_function=masking_utils.sliding_window_causal_mask_function(8), **inputs)
+    with pytest.raises(AttentionRefusedError, match="hides tokens between others"):
+        describe_mask(mask_function=WINDOWED, **inputs)
 
 
 # --- refused --------------------------------------------------------------------------------------
 
-WINDOWED = masking_utils.sliding_window_causal_mask_function(3)
-CHUNKED = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int))
 BLOCKWISE = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(torch.zeros(1, 8)))
 
 
 @pytest.mark.parametrize(
     ("function", "named"),
     [
-        (WINDOWED, "a part sliding_window_overlay"),
-        (CHUNKED, "a part chunked_overlay"),
         (BLOCKWISE, "a part or_masks"),
         (masking_utils.and_masks(causal, lambda b, h, q, k: k != 3), "a part tests.models"),
         (lambda b, h, q, k: k <= q, "a part tests.models"),
@@ -261,12 +288,15 @@ def test_inputs_that_a_model_s_attention_cannot_take_are_refused():
     past = StaticCache(config=model.config, max_cache_len=8)
     model(tokens(2, 6), past_key_values=past, attention_mask=torch.ones(2, 6))
     short = {"past_key_values": past, "attention_mask": torch.ones(2, 2)}
-    packed = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "use_cache": False}
+    packed = {"position_ids": torch.tensor([[0, 0]]), "past_key_values": past}
+    offsets = {"cu_seq_lens_q": torch.tensor([0, 2, 5])}
     for ids, options, message in (
         (tokens(2, 2), short, "covers 2 tokens, but the model has seen 8"),
         (tokens(2, 3), {"past_key_values": past}, "end at slot 9, and the cache has 8"),
         (tokens(1, 4), {"attention_mask": torch.ones(1, 1, 4, 4).bool()}, "got a mask of shape"),
-        (tokens(1, 6), packed, "several sequences packed in one row"),
+        (tokens(2, 2), packed, "already holds 6 tokens"),
+        (tokens(1, 4), offsets, r"rise from 0 to 4.*\[0, 2, 5\]"),
+        (tokens(2, 3), offsets | {"cu_seq_lens_q": torch.tensor([0, 6])}, "lie in two rows"),
         (tokens(1, 4), {"output_attentions": True}, "output_attentions=True"),
     ):
         with pytest.raises(AttentionRefusedError, match=message):

@@ -101,8 +101,7 @@ def test_a_layer_that_asks_for_what_is_not_certain_or_not_computed_is_refused():
     for queries, options, message in (
         (q, {}, "3 queries and 5 keys"),
         (k, {"sliding_window": 2}, "the option sliding_window"),
-        (k, {"softcap": 30.0}, "layer 0 asks for the option softcap"),
-        (k, {"s_aux": torch.zeros(4)}, "the option s_aux"),
+        (k, {"position_bias": torch.zeros(4)}, "layer 0 asks for the option position_bias"),
     ):
         with pytest.raises(AttentionRefusedError, match=message):
             attend(layer, queries, k, k, None, **options)

@@ -15,10 +15,13 @@ be in both: without a mask function a model passes no mask at all, and padding i
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -33,6 +36,7 @@ from labsupport.models.integration.functions import (
 from labsupport.models.integration.masks import (
     AttentionRefusedError,
     MaskDescription,
+    begins_by_positions,
     describe_mask,
     visible_pairs,
 )
@@ -115,8 +119,38 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
             )
     if chosen in own:
         _register(registered_name(chosen), backend_function(chosen))
+    for module in model.modules():
+        known = module._forward_pre_hooks.values()
+        if isinstance(module, PreTrainedModel) and _name_documents not in known:
+            module.register_forward_pre_hook(_name_documents, with_kwargs=True)
     model.set_attn_implementation(registered_name(chosen))
     reset_attention_used(model)
+
+
+def _name_documents(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Add the offsets of documents that `position_ids` pack: not all models show these to layers.
+
+    A forward pre-hook. Compiled models have what the layers see.
+    """
+    name = str(module.config._attn_implementation)
+    if not (name.startswith("lab_") or name in _own) or torch.compiler.is_compiling():
+        return None
+    parameters = inspect.signature(type(module).forward).parameters
+    given = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    if not isinstance(positions, Tensor) or "cu_seq_lens_q" in given or not takes_more:
+        return None
+    padded = mask is not None and not (isinstance(mask, Tensor) and bool(mask.all()))
+    if positions.ndim != 2 or positions.shape[1] == 1 or padded:
+        return None
+    ids = next(x for x in (given.get("input_ids"), given.get("inputs_embeds")) if x is not None)
+    begins = begins_by_positions(positions, len(ids))
+    if not bool(begins.any()):
+        return None
+    begins[:, 0] = True
+    offsets = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel())
+    return args, kwargs | {"cu_seq_lens_q": offsets}
 
 
 def chosen_attention(backend: str | None = None) -> str:
@@ -218,7 +252,7 @@ def _own_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _written(mask: MaskDescription) -> Tensor | None:
-    if mask.padding is None:
+    if mask.segments is None and mask.window_size == (-1, -1):
         return None
     if mask.written is None:  # once per forward, not once per layer
         pairs = visible_pairs(mask)
