@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -61,7 +59,8 @@ def check_command(
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:29500 -m labsupport.cli ring check  on both of 2 nodes
     """
-    from labsupport.distributed.ring_programs import KERNELS, MARKS, check, in_every_process
+    from labsupport.distributed.ring.kernels import KERNELS
+    from labsupport.distributed.ring_programs import MARKS, check, in_every_process
     from labsupport.profiling.shapes import listed
 
     kernels = kernel and listed(kernel, str)
@@ -88,30 +87,17 @@ def bench_command(
     implementations: Annotated[
         str | None,
         Option(
-            help="Kernels (see check); PyTorch's own context_parallel, followed by flash, cudnn or "
-            "efficient in square brackets. Default: all that run."
+            help="Kernels (see check); PyTorch's own context_parallel, followed by flash or cudnn "
+            "in square brackets. Default: all that run."
         ),
     ] = None,
     layouts: Annotated[str, Option(help="contiguous,zigzag.")] = "zigzag",
-    transports: Annotated[
-        str, Option(help="copy_engines,send_receive. Default: the first that works.")
-    ] = "auto",
     directions: Annotated[
         str, Option(help="forward, forward+backward.")
     ] = "forward,forward+backward",
     max_seconds: Annotated[
         float, Option(min=0.001, help="Seconds for the repeats of each row.")
     ] = 1.0,
-    limit: Annotated[
-        float,
-        Option(
-            min=0,
-            help="Seconds for all rows; those not begun by then are skipped.",
-        ),
-    ] = math.inf,
-    rows: Annotated[
-        Path | None, Option(help="A CSV file with the rows so far, while it runs.")
-    ] = None,
     save: Annotated[str | None, Option(help="Save the table as data/runs/SAVE.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace a run of that name.")] = False,
     backend: Backend = None,
@@ -133,7 +119,7 @@ def bench_command(
 
     from labsupport.distributed import ring_programs as programs
     from labsupport.distributed.ring.attention import LAYOUTS
-    from labsupport.distributed.ring.transport import TRANSPORTS
+    from labsupport.distributed.ring.kernels import KERNELS
     from labsupport.profiling.provenance import command_line
     from labsupport.profiling.runs import check_run_name, list_runs, save_run
     from labsupport.profiling.shapes import listed
@@ -141,10 +127,9 @@ def bench_command(
     gpu = backend != "gloo" and torch.cuda.is_available()
     usual = programs.ON_GPU if gpu else programs.ON_CPU
     names = listed(implementations, str) if implementations else list(usual)
-    kernels = [*(kernel.name for kernel in programs.KERNELS), *programs.CONTEXT_PARALLEL]
+    kernels = [*(kernel.name for kernel in KERNELS), *programs.CONTEXT_PARALLEL]
     _check_known("implementations", names, kernels)
     _check_known("layouts", listed(layouts, str), LAYOUTS)
-    _check_known("transports", listed(transports, str), ("auto", *TRANSPORTS))
     _check_known("directions", listed(directions, str), programs.DIRECTIONS)
     _check_known("dtype", dtype and [dtype], programs.MARKS)
     heads = heads or (32 if gpu else 4)
@@ -159,19 +144,15 @@ def bench_command(
             raise FileExistsError(f"there is a run {save}: choose another --save, or --overwrite")
     head_dim, dtype = head_dim or (128 if gpu else 64), dtype or ("bfloat16" if gpu else "float32")
     settings = [
-        programs.Setting(layout, name, transport, length, heads, count, head_dim, dtype, direction)
+        programs.Setting(layout, name, length, heads, count, head_dim, dtype, direction)
         for name in names
         for layout in listed(layouts, str)
         for length in lengths
         for count in counts
         for direction in listed(directions, str)
-        for transport in listed(transports, str)
-        if name not in programs.CONTEXT_PARALLEL or (layout == "zigzag" and transport == "auto")
+        if name not in programs.CONTEXT_PARALLEL or layout == "zigzag"
     ]
-    options = {
-        "settings": settings, "seconds": max_seconds, "limit": limit,
-        "rows_file": str(rows.absolute()) if rows else None,
-    }  # fmt: skip
+    options = {"settings": settings, "seconds": max_seconds}
     table = programs.in_every_process(programs.measure_ring, options, backend, processes, timeout)
     if table is not None and save is not None:
         table.attrs["provenance"]["command"] = command_line()

@@ -63,14 +63,12 @@ DIRECTIONS = ("forward", "forward+backward")
 CONTEXT_PARALLEL = {  # PyTorch's own, and the ring's kernel that is the same
     "context_parallel[flash]": "native",
     "context_parallel[cudnn]": "cudnn",
-    "context_parallel[efficient]": None,
 }
 # What may take minutes to compile, or hang where it does not work, comes last.
 ON_GPU = (
     *("native", "cudnn", "flash_triton", "flash_gluon", "fa4"),
     *("context_parallel[cudnn]", "context_parallel[flash]"),
 )
-KERNELS = table.KERNELS
 ON_CPU = ("native", "flash_torch")
 # (what an error says, what helps); the first that fits is given.
 ADVICE = (
@@ -116,9 +114,7 @@ def in_every_process(
         typer.echo(short(error), err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        rows = options.get("rows_file")
-        kept = f"; {rows} holds the rows that were done" if rows else ""
-        typer.echo(f"stopped{kept}", err=True)
+        typer.echo("stopped", err=True)
         raise typer.Exit(interrupted_status()) from None
 
 
@@ -312,7 +308,6 @@ class Setting(NamedTuple):
 
     layout: str
     implementation: str
-    transport: str
     seqlen_per_rank: int
     heads: int
     kv_heads: int
@@ -322,7 +317,7 @@ class Setting(NamedTuple):
 
 
 COLUMNS = [
-    *("world", *Setting._fields, "status", "reason"),
+    *("world", *Setting._fields, "status", "reason", "transport"),
     *("median_ms", "q1_ms", "q3_ms", "repeats", "iterations_per_s", "tflops"),
     *("single_ms", "efficiency", "of_native", "without_messages_ms"),
     *("peak_memory_bytes", "single_peak_memory_bytes", "memory_growth", "sent_bytes"),
@@ -330,19 +325,12 @@ COLUMNS = [
 
 
 def measure_ring(
-    *,
-    settings: list[Setting],
-    seconds: float = 1.0,
-    limit: float = math.inf,
-    rows_file: str | None = None,
-    say: Callable[[str], Any] = print,
+    *, settings: list[Setting], seconds: float = 1.0, say: Callable[[str], Any] = print
 ) -> pd.DataFrame | None:
     """Time causal ring attention; all ranks of the default process group call it alike.
 
     Args:
         seconds: for the repeats of each setting.
-        limit: seconds for all; settings not begun by then are skipped.
-        rows_file: a CSV file with the rows so far.
         say: on rank 0, is given a line for each row.
 
     Returns:
@@ -350,35 +338,28 @@ def measure_ring(
         and memory are the slowest and the fullest rank's; single_ms and single_peak_memory_bytes
         one device's with the same kernel and a shard's length; memory_growth over it and
         `buffer_bytes`; sent_bytes the most that one rank sent; tflops of each device; of_native the
-        time of "native" over the row's; transport what ran ("" for PyTorch's). `status` is
-        "ok", "unsupported", "out of memory", "failed" or "skipped", with a reason. None elsewhere.
+        time of "native" over the row's; transport what carried the messages (NaN for PyTorch's).
+        `status` is "ok", "unsupported", "out of memory" or "failed", with a reason. None elsewhere.
     """
     import pandas as pd
 
-    info, began = RankInfo.current(), time.monotonic()
+    info = RankInfo.current()
     rows, known, native = list[Row](), dict[Setting, Row](), dict[Setting, float]()
     for setting in settings:
         row: Row = {"world": info.world, "status": "ok", "reason": ""} | setting._asdict()
-        if max(all_gather_object(time.monotonic() - began)) > limit:
-            row |= {"status": "skipped", "reason": f"{limit:g} s are over"}
-        elif problem := _measure(info, setting, seconds, known, row):
+        if problem := _measure(info, setting, seconds, known, row):
             status = next((kind for name, kind in STATUS.items() if name in problem), "failed")
             helps = advice(problem) if status != "unsupported" else None
             row |= {"status": status, "reason": f"{problem} | {helps}" if helps else problem}
         gc.collect()
         if info.device.type == "cuda":
             torch.cuda.empty_cache()
-        same, took = (
-            setting._replace(implementation="", transport=""),
-            row.get("median_ms", math.nan),
-        )
+        same, took = setting._replace(implementation=""), row.get("median_ms", math.nan)
         if setting.implementation == "native":
-            native.setdefault(same, took)
+            native[same] = took
         rows.append(row | {"of_native": native.get(same, math.nan) / took})
         if info.rank == 0:
             say(line(rows[-1]) if rows[1:] else f"{HEADER}\n{line(rows[-1])}")
-            if rows_file is not None:
-                pd.DataFrame(rows, columns=COLUMNS).to_csv(rows_file, index=False)
     if info.rank != 0:
         return None
     if growths := [row["memory_growth"] for row in rows if "memory_growth" in row]:
@@ -388,8 +369,7 @@ def measure_ring(
             f"of {MEMORY_MARK:+.0%} is {verdict}"
         )
     frame = pd.DataFrame(rows, columns=COLUMNS)
-    nccl = {n: v for n, v in os.environ.items() if n.startswith(("NCCL_", "TORCH_NCCL"))}
-    frame.attrs["provenance"] = provenance(info.device, world=info.world, nccl=nccl)
+    frame.attrs["provenance"] = provenance(info.device, world=info.world)
     return frame
 
 
@@ -398,12 +378,13 @@ def _measure(
 ) -> str | None:
     """Add the measured columns to the row; return what failed: on one rank, so on all.
 
-    `known` has what rows share: one device's, and the ring's without messages.
+    `known` has one device's, which rows share. What is new is tried by each rank alone, since one
+    that fails inside of a ring would let the others wait.
     """
     inputs = list[Tensor]()
     is_ring = case.implementation not in CONTEXT_PARALLEL
     name = CONTEXT_PARALLEL.get(case.implementation, case.implementation)
-    kernel = next((kernel for kernel in table.KERNELS if kernel.name == name), None)
+    kernel = next(kernel for kernel in table.KERNELS if kernel.name == name)
 
     def prepare() -> None:
         generator = torch.Generator(info.device).manual_seed(info.rank)
@@ -414,7 +395,7 @@ def _measure(
         for x in inputs[:3]:
             x.requires_grad_(case.direction != "forward")
         call = AttentionCall(*inputs[:3], causal=True, return_lse=True)
-        if kernel is not None and (reasons := kernel.reasons(call)):
+        if reasons := kernel.reasons(call):
             raise BackendUnavailableError("; ".join(reasons), {})
 
     def program(attend: Attend) -> Callable[[], Any]:
@@ -423,35 +404,30 @@ def _measure(
             return lambda: attend(*qkv)
         return lambda: torch.autograd.grad(attend(*qkv), qkv, dout)
 
-    def tried(attend: Attend) -> str | None:
-        """Compile, allocate, run: each rank alone."""
+    def alone(attend: Attend) -> str | None:
         return attempt(lambda: (program(attend)(), now(info.device)))
 
     if problem := attempt(prepare):
         return problem
-    if kernel is not None:
-        alone = case._replace(layout="", implementation=kernel.name, transport="")
-        if alone not in known:
-            single, known[alone] = partial(attention, causal=True, backend=kernel.backend), {}
-            if tried(single) is None:
-                timings, peak = _timed(info, program(single), seconds)
-                middle = statistics.median(timing.median for timing in timings)
-                known[alone] = {"single_ms": middle, "single_peak_memory_bytes": peak}
-        row |= known[alone]
+    single = partial(attention, causal=True, backend=kernel.backend)
+    same = case._replace(layout="", implementation=kernel.name)
+    if same not in known:
+        known[same] = {}
+        if alone(single) is None:
+            timings, peak = _timed(info, program(single), seconds)
+            middle = statistics.median(timing.median for timing in timings)
+            known[same] = {"single_ms": middle, "single_peak_memory_bytes": peak}
+    row |= known[same]
     if is_ring:
-        same = case._replace(transport="")
-        if same not in known:
-            silent = partial(silent_ring, case.layout, case.implementation)
-            if problem := tried(silent):
-                return problem
-            timings, _ = _timed(info, program(silent), seconds)
-            slowest_ms = max(timing.median for timing in timings)
-            known[same] = {"without_messages_ms": slowest_ms}
-        row |= known[same]
+        silent = partial(silent_ring, case.layout, case.implementation)
+        if problem := alone(silent):
+            return problem
+        timings, _ = _timed(info, program(silent), seconds)
+        row["without_messages_ms"] = max(timing.median for timing in timings)
 
     def measure() -> None:
         options = {"layout": case.layout, "kernel": case.implementation, "check_ranks": False}
-        ring = partial(ring_attention, causal=True, transport=case.transport, **options)
+        ring = partial(ring_attention, causal=True, **options)
         with nullcontext(ring) if is_ring else context_parallel(case, info) as attend:
             timings, peak = _timed(info, program(attend), seconds)
         slowest = max(timings, key=lambda timing: timing.median)
@@ -555,7 +531,7 @@ def _timed(info: RankInfo, program: Callable[[], Any], seconds: float) -> tuple[
 
 
 HEADER = (
-    f"{'layout':10} {'implementation':24} {'by':12} {'tokens':>6} {'heads':>6} {'pass':4} "
+    f"{'layout':10} {'implementation':24} {'tokens':>6} {'heads':>6} {'pass':4} "
     f"{'ms':>7} {'its/s':>6} {'silent':>7} {'1 device':>8} {'of best':>7} {'native':>6} "
     f"{'TFLOP/s':>7} {'memory':>9} {'growth':>6}"
 )
@@ -564,8 +540,8 @@ HEADER = (
 def line(row: Row) -> str:
     """Return a row under `HEADER`; silent: without messages; of best: efficiency."""
     start = (
-        f"{row['layout']:10} {row['implementation']:24} {row['transport']:12} "
-        f"{row['seqlen_per_rank']:6} {row['heads']}/{row['kv_heads']:<3} "
+        f"{row['layout']:10} {row['implementation']:24} {row['seqlen_per_rank']:6} "
+        f"{row['heads']}/{row['kv_heads']:<3} "
         f"{'f+b' if 'back' in row['direction'] else 'f':4}"
     )
     if row["status"] != "ok":
