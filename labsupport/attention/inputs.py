@@ -5,7 +5,10 @@ Every message names what was given, what was expected, and how to fix it.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +24,29 @@ MODEL_LAYOUT = "(batch, seqlen, heads, head_dim)"
 
 class AttentionInputError(ValueError):
     """The tensors or options given to an attention function do not fit together."""
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the backward of a `torch.autograd.Function` raise where it is to be differentiated again.
+
+    What it computes depends on saved tensors, and no graph knows how. PyTorch's
+    `once_differentiable` misses that where the incoming gradient is a constant, as of `out.sum()`.
+
+    Raises:
+        RuntimeError: gradients are on, as `create_graph=True` has them.
+    """
+    name = backward.__qualname__.partition(".")[0].strip("_")
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} cannot be differentiated twice (create_graph=True): its backward is "
+                "computed by hand. For attention, backend='standard' or 'sdpa_math' can."
+            )
+        return backward(ctx, *gradients)
+
+    return once
 
 
 def check_math_layout(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -30,6 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
+from labsupport.attention.inputs import (
+    AttentionInputError,
+    check_math_layout,
+    first_derivative_only,
+)
 from labsupport.attention.online_softmax import merge_attention
 
 Pair = tuple[Tensor, Tensor]
@@ -76,6 +81,7 @@ class MinimalRing(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values go around again; dK and dV follow them, one hop later."""
         q, k, v, out, lse = ctx.saved_tensors
@@ -96,11 +102,19 @@ def minimal_ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of a sequence that is cut over all ranks in equal, contiguous shards.
 
     Args:
-        q, k, v: (batch, heads, seqlen / world, head_dim), this rank's shard, in float32 or float64.
+        q, k, v: (batch, heads, seqlen / world, head_dim), this rank's shard; equally long on all
+            ranks. 16-bit ones travel and add up in float32.
 
     Returns:
         this rank's shard of the output. All ranks must run the backward, too.
 
     >>> out = minimal_ring_attention(q, k, v)  # doctest: +SKIP
     """
-    return MinimalRing.apply(q, k, v)
+    check_math_layout(q, k, v)
+    if q.shape != k.shape:
+        raise AttentionInputError(
+            f"the ring is self-attention of one shard, but q {tuple(q.shape)} and k "
+            f"{tuple(k.shape)} were given"
+        )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return MinimalRing.apply(q.to(wide), k.to(wide), v.to(wide)).to(q.dtype)

@@ -178,6 +178,7 @@ def shard_model(
             f"a {type(model).__name__} was given, but only a Decoder can be computed with a "
             "sharded sequence: `labsupport.training.from_transformers` makes one"
         )
+    chunks_of(0, 1, zigzag=zigzag)
     layout = "zigzag" if zigzag else "contiguous"
     # Ranks were given the same batch; to check that in each layer would stop a GPU each time.
     ring = RingOptions(layout, kernel, causal=True, group=group, check_ranks=False)

@@ -236,6 +236,87 @@ def test_autocast_does_not_reach_inside(workers):
         assert all(map(torch.equal, plain, under_autocast))
 
 
+# --- kinds of silent faults -----------------------------------------------------------------------
+
+
+def differentiated_twice(rank, group, q, k, v):
+    """On a rank: what happens to a second derivative, with a constant incoming gradient and not."""
+    found = []
+    for ring, shape in ((ring_attention, (1, 6, 2, 8)), (minimal_ring_attention, (1, 2, 6, 8))):
+        for power in (1, 2):
+            inputs = [x.reshape(shape).clone().requires_grad_() for x in (q, k, v)]
+            loss = (ring(*inputs) ** power).sum()
+            try:
+                torch.autograd.grad(loss, inputs[0], create_graph=True)
+            except RuntimeError as error:
+                found.append(str(error))
+    return found
+
+
+def test_a_second_derivative_is_refused_and_not_dropped(workers):
+    inputs = [x.detach() for x in make_model_qkv(1, 6, 6, 2, 2, 8)]
+    for errors in workers.run(differentiated_twice, *inputs):
+        assert len(errors) == 4
+        assert all("cannot be differentiated twice" in error for error in errors)
+
+
+def not_numbers(rank, group, kernel, name, function):
+    """On a rank: NaN rows of a ring's shard, and whether each gradient has NaNs."""
+    inputs = [x.detach().clone() for x in make_model_qkv(1, 4, 4, 2, 2, 16)]
+    if rank == 0:
+        inputs["qkv".index(name)][0, 1, 0, 3] = torch.nan
+    inputs = [x.requires_grad_() for x in inputs]
+    out = FUNCTIONS[function](*inputs, causal=True, kernel=kernel, group=group)
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    rows = out[0].isnan().any(-1).any(-1).nonzero().flatten().tolist()
+    return rows, [bool(x.isnan().any()) for x in gradients]
+
+
+@pytest.mark.parametrize("kernel", ["native", "flash_torch", "flash_triton"])
+def test_a_nan_stays_one_and_reaches_nobody_else(workers, kernel):
+    for name, first in (("q", [1]), ("k", [1, 2, 3])):
+        (rows, gradients), (others, _) = workers.run(not_numbers, kernel, name, "ring", ranks=2)
+        assert rows == first
+        assert others == ([] if name == "q" else [0, 1, 2, 3])
+        assert all(gradients)
+
+
+@pytest.mark.parametrize("scale", [torch.nn.Parameter(torch.tensor(0.3)), torch.nan, True, "0.3"])
+def test_a_scale_that_is_no_number_is_refused(group_of_one, scale):
+    with pytest.raises(AttentionInputError, match="softmax_scale must be a finite number"):
+        ring_attention(*shards_of(4), softmax_scale=scale)
+
+
+def gathered(rank, group, kind):
+    """On a rank: the error of shards that differ, in length, dtype or order of dimensions."""
+    shapes = {"length": (1, 4 + 2 * rank, 2), "order": (1, 4 - 2 * rank, 2 + 2 * rank)}
+    dtype = torch.float64 if kind == "dtype" and rank else torch.float32
+    try:
+        gather_sequence(torch.ones(shapes.get(kind, (1, 4, 2)), dtype=dtype), group=group)
+    except AttentionInputError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("kind", ["length", "order", "dtype"])
+def test_shards_that_do_not_fit_are_not_mixed(workers, kind):
+    for text in workers.run(gathered, kind, ranks=2):
+        assert "one shape and dtype" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_minimal_ring_adds_16_bit_shards_up_in_float32(workers, dtype):
+    q, k, v = (x.detach().transpose(1, 2).to(dtype) for x in make_model_qkv(1, 256, 256, 2, 2, 8))
+    dout = torch.ones_like(q)
+    found = torch.cat([answer[0] for answer in workers.run(both_rings, q, k, v, dout)], 2)
+    exact = oracle_attention(q, k, v, causal=True)[0]
+    assert found.dtype == dtype
+    half_a_unit = exact.abs() * torch.finfo(dtype).eps / 2 * 1.001 + 1e-6
+    assert ((found.double() - exact).abs() <= half_a_unit).all()
+    with pytest.raises(AttentionInputError, match="self-attention of one shard"):
+        minimal_ring_attention(q[:, :, :2], k, v)
+
+
 # --- messages -------------------------------------------------------------------------------------
 
 

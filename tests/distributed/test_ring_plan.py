@@ -101,3 +101,29 @@ def test_shards_go_together_again_and_say_their_positions(ranks, zigzag):
         positions_of(4, ranks, ranks)
     with pytest.raises(AttentionInputError, match="pad it by 2, to 12"):
         shard_sequence(torch.zeros(1, 10, 1), 0, 3 if zigzag else 4, zigzag=zigzag)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: positions_of(-4, 0, 2),
+        lambda: positions_of(0, 0, 2),
+        lambda: positions_of(4.0, 0, 2),
+        lambda: positions_of(True, 0, 2),
+        lambda: positions_of(4, 0, 2, zigzag="no"),
+        lambda: positions_of(4, -1, 2),
+        lambda: shard_sequence(torch.arange(8), 0, 0, dim=0),
+        lambda: shard_sequence(torch.arange(8), 0, 2.0, dim=0),
+        lambda: shard_sequence(torch.arange(8), 0, 2, dim=0, zigzag=1),
+        lambda: unshard_sequence([torch.arange(4), torch.arange(2)], dim=0),
+        lambda: unshard_sequence([torch.arange(4), torch.arange(4.0)], dim=0),
+        lambda: unshard_sequence([]),
+        lambda: Plan.of(-1, 4),
+        lambda: Plan.of(2, 0),
+        lambda: Plan.of(2, 4, window_size=(-5, 3)),
+        lambda: Plan.of(2, 4, layout="stripes"),
+    ],
+)
+def test_what_is_no_shard_rank_or_plan_is_refused_by_an_error_of_the_lab(call):
+    with pytest.raises(AttentionInputError):
+        call()

@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from labsupport.attention.flash_torch import autocast_off
+from labsupport.attention.inputs import first_derivative_only
 from labsupport.distributed.ring.kernels import BlockKernel, BlockOptions
 from labsupport.distributed.ring.merging import Total
 from labsupport.distributed.ring.plan import BlockPair, Plan
@@ -182,7 +182,7 @@ class RingAttentionFunction(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         """Run the ring again; the gradients follow the keys."""
         q, k, v, out, lse = ctx.saved_tensors

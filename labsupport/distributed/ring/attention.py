@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
+from numbers import Real
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -181,6 +183,12 @@ def _prepared(
     """Checked arguments, without asking the other ranks; raises what this rank refuses."""
     check_model_layout(q, k, v)
     check_window(options.window_size)
+    scale = options.softmax_scale
+    if isinstance(scale, bool) or not isinstance(scale, Real | None) or not isfinite(scale or 0.0):
+        raise AttentionInputError(
+            f"softmax_scale must be a finite number or None, but {scale!r} was given. One that is "
+            "learned belongs to the queries: pass q * scale, and softmax_scale=1.0."
+        )
     if options.alibi_slopes is not None:
         raise AttentionInputError(
             "ring attention has no ALiBi: leave alibi_slopes out, and use rotary positions, or "
@@ -230,6 +238,7 @@ def _validate_across_ranks(call: RingCall, request: AttentionCall, transport: st
         **dict(zip(("batch", "seqlen_local", "heads", "head_dim"), request.q.shape, strict=True)),
         "kv_heads": request.kv_heads,
         "dtype": request.q.dtype,
+        "device": request.q.device.type,
         "window": (plan.left, plan.right),
         "layout": plan.layout,
         "softmax_scale": call.scale,

@@ -92,6 +92,8 @@ def _native_forward(
     if q.device.type == "cpu":
         forward = aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = forward(*heads_first, 0.0, causal, scale=scale)
+        # It turns a query that is not a number into 0, which would hide where NaNs arise.
+        out = out.masked_fill(heads_first[0].isnan().any(-1, keepdim=True), torch.nan)
     else:
         forward = aten._scaled_dot_product_flash_attention
         out, lse, *_ = forward(*heads_first, 0.0, causal, False, scale=scale)

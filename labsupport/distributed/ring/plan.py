@@ -37,9 +37,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from labsupport.attention.inputs import AttentionInputError
+from labsupport.attention.inputs import AttentionInputError, check_window
 from labsupport.attention.masks import AttentionMask
-from labsupport.distributed.ring.zigzag import check_even, chunks_of
+from labsupport.distributed.ring.zigzag import check_length, chunks_of
 
 UNLIMITED = (-1, -1)
 CAUSAL = (-1, 0)
@@ -137,11 +137,14 @@ class Plan:
         """Return the plan of flash-attn's options.
 
         Raises:
-            AttentionInputError: no such layout; zigzag shards of an odd length.
+            AttentionInputError: no such layout, window or number of ranks or tokens; zigzag shards
+                of an odd length.
         """
         if layout not in LAYOUTS:
             raise AttentionInputError(f"layout {layout!r}: there are {', '.join(LAYOUTS)}.")
-        check_even(length, zigzag=layout == "zigzag")
+        check_window(window_size)
+        check_length(length, zigzag=layout == "zigzag")
+        chunks_of(0, world_size)
         total = world_size * length
         left, right = (None if not 0 <= side < total - 1 else side for side in window_size)
         return Plan(world_size, length, left, 0 if causal else right, layout)

@@ -16,15 +16,28 @@ positions ask where a token stands: give `positions_of` to RoPE.
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from labsupport.attention.inputs import AttentionInputError
+from labsupport.distributed.process_group import all_gather_object
 
 
 def chunks_of(rank: int, world_size: int, *, zigzag: bool = False) -> tuple[int, ...]:
-    """Return the chunks that a rank holds, in their order."""
+    """Return the chunks that a rank holds, in their order.
+
+    Raises:
+        AttentionInputError: there is no such rank; `zigzag` is not a bool.
+    """
+    if not (
+        isinstance(rank, Integral) and isinstance(world_size, Integral) and 0 <= rank < world_size
+    ):
+        raise AttentionInputError(f"there is no rank {rank} among {world_size}.")
+    if not isinstance(zigzag, bool):
+        raise AttentionInputError(f"zigzag must be True or False, but {zigzag!r} was given.")
     return (rank, 2 * world_size - 1 - rank) if zigzag else (rank,)
 
 
@@ -39,15 +52,13 @@ def positions_of(
     """Return the positions of a rank's tokens in the whole sequence: (seqlen_local,), int64.
 
     Raises:
-        AttentionInputError: zigzag with an odd `seqlen_local`, or no such rank.
+        AttentionInputError: no such length (zigzag: an odd one) or rank.
 
     >>> positions_of(4, rank=0, world_size=2, zigzag=True)
     tensor([0, 1, 6, 7])
     """
-    if not 0 <= rank < world_size:
-        raise AttentionInputError(f"there is no rank {rank} among {world_size}.")
     chunks = chunks_of(rank, world_size, zigzag=zigzag)
-    check_even(seqlen_local, zigzag=zigzag)
+    check_length(seqlen_local, zigzag=zigzag)
     size = seqlen_local // len(chunks)
     return torch.cat([torch.arange(c * size, (c + 1) * size, device=device) for c in chunks])
 
@@ -83,9 +94,19 @@ def shard_sequence(
 def unshard_sequence(shards: list[Tensor], *, zigzag: bool = False, dim: int = 1) -> Tensor:
     """Return the whole sequence from the shards of all ranks, in their order. Differentiable.
 
+    Raises:
+        AttentionInputError: shards of different shapes or dtypes, or none.
+
     >>> unshard_sequence([torch.tensor([0, 3]), torch.tensor([1, 2])], zigzag=True, dim=0)
     tensor([0, 1, 2, 3])
     """
+    kinds = {(tuple(shard.shape), shard.dtype) for shard in shards}
+    if len(kinds) != 1:
+        listed = ", ".join(f"{tuple(shard.shape)} {shard.dtype}" for shard in shards)
+        raise AttentionInputError(
+            f"the shards of all ranks have one shape and dtype, but these were given: "
+            f"{listed or 'none'}."
+        )
     world_size = len(shards)
     positions = torch.cat(
         [
@@ -101,18 +122,26 @@ def gather_sequence(
 ) -> Tensor:
     """Return the whole sequence on every rank, from this rank's shard. Not differentiable.
 
+    Raises:
+        AttentionInputError: on all ranks, if their shards have different shapes or dtypes.
+
     >>> info = setup_ddp()
     >>> gather_sequence(torch.arange(4), dim=0)
     tensor([0, 1, 2, 3])
     >>> cleanup_ddp()
     """
-    shards = [torch.empty_like(x.contiguous()) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shards, x.detach().contiguous(), group=group)
+    # Of tensors that do not fit, all_gather makes a mixture, or ends the process.
+    kinds = all_gather_object((x.shape, x.dtype), group)
+    shards = [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in kinds]
+    if len(set(kinds)) == 1:
+        dist.all_gather(shards, x.detach().contiguous(), group=group)
     return unshard_sequence(shards, zigzag=zigzag, dim=dim)
 
 
-def check_even(seqlen_local: int, *, zigzag: bool) -> None:
-    """Raise AttentionInputError where a zigzag shard cannot be cut in two."""
+def check_length(seqlen_local: int, *, zigzag: bool) -> None:
+    """Raise AttentionInputError for no length, and where a zigzag shard cannot be cut in two."""
+    if isinstance(seqlen_local, bool) or not isinstance(seqlen_local, Integral) or seqlen_local < 1:
+        raise AttentionInputError(f"a shard has at least 1 token, but {seqlen_local!r} was given.")
     if zigzag and seqlen_local % 2:
         raise AttentionInputError(
             f"a zigzag shard is two chunks of one length, but {seqlen_local} tokens were given: "
