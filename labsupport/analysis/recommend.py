@@ -65,12 +65,15 @@ def recommend(workload: Case, model: Model, *, memory_gib: float | None = None) 
             whose memory is not known is taken to fit.
 
     Raises:
+        ValueError: memory_gib is not above 0.
         OutOfRangeError: no calibrated backend is left; the message says why each is out.
 
     Example:
         >>> model, _ = calibrate_run("attention-h200")
         >>> print(recommend(Case("any", 4096, batch=4, heads=16, dtype="bfloat16"), model))
     """
+    if memory_gib is not None and not memory_gib > 0:
+        raise ValueError(f"memory_gib is {memory_gib}, and must be above 0")
     device = model.device
     room = (device.memory_gib if memory_gib is None else memory_gib) * 2**30
     ranking: list[tuple[str, Prediction]] = []

@@ -27,12 +27,19 @@ class Roof:
     """The two ceilings of a device: TFLOP/s by dtype, and GB/s (10^9) of its large memory.
 
     kind: "specified" or "measured".
+
+    Raises:
+        ValueError: a rate that is not above 0.
     """
 
     device: str
     kind: str
     tflops: dict[str, float]
     gb_s: float
+
+    def __post_init__(self) -> None:
+        if not all(rate > 0 for rate in (self.gb_s, *self.tflops.values())):
+            raise ValueError(f"rates are above 0, but {self.tflops} and {self.gb_s} GB/s are given")
 
     @classmethod
     def of(cls, ceilings: Roof | Ceilings | HardwareSpec) -> Roof:

@@ -61,7 +61,7 @@ def tile_choices(
         textbook_bytes (with its own best blocks; NaN if none fits).
 
     Raises:
-        ValueError: a length that 16 does not divide.
+        ValueError: a length that 16 does not divide; an unknown dtype or order.
 
     >>> table = tile_choices(512, 64, fast_bytes=128 * 1024)
     >>> table[table.fits].traffic_bytes.min() < table.traffic_bytes.max()
@@ -69,6 +69,9 @@ def tile_choices(
     """
     import pandas as pd
 
+    for name, known in ((dtype, ITEMSIZE), (order, ORDERS)):
+        if name not in known:
+            raise ValueError(f"unknown: {name!r}; known: {', '.join(known)}")
     itemsize, sides = ITEMSIZE[dtype], block_sizes(seqlen)
     capacity = fast_bytes // itemsize
     pairs = [Sizes(seqlen, seqlen, head_dim, r, c, causal) for r in sides for c in sides]
@@ -131,8 +134,16 @@ def best_choice(table: pd.DataFrame) -> tuple[int, int] | None:
 
 
 def describe_choice(table: pd.DataFrame, block_q: int, block_k: int) -> str:
-    """Describe a pair of the table in one sentence: its fit and its traffic."""
-    row = table[(table["block_q"] == block_q) & (table["block_k"] == block_k)].iloc[0]
+    """Describe a pair of the table in one sentence: its fit and its traffic.
+
+    Raises:
+        ValueError: the table has no such pair.
+    """
+    found = table[(table["block_q"] == block_q) & (table["block_k"] == block_k)]
+    if found.empty:
+        known = ", ".join(map(str, table["block_q"].unique()))
+        raise ValueError(f"no blocks {block_q} and {block_k} in this table, only {known}")
+    row = found.iloc[0]
     ratio = row["times_textbook"]
     pair = f"Br = {block_q}, Bc = {block_k}"
     size = f"{row['needed_bytes'] / 1024:,.0f} KiB"

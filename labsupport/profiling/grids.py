@@ -69,7 +69,8 @@ class Case:
     kv_heads and kv_seqlen default to heads and seqlen.
 
     Raises:
-        ValueError: a size that is not positive, or an unknown dtype or direction.
+        ValueError: a size that is not positive, causal that is no bool, or an unknown dtype or
+            direction.
 
     >>> Case("sdpa_flash", 4096, heads=8, causal=True).flops()
     17184063488
@@ -93,6 +94,8 @@ class Case:
             size = getattr(self, field)
             if size < 1 or size % 1:
                 raise ValueError(f"{field} must be a whole number, at least 1, got {size}")
+        if self.causal not in (True, False):
+            raise ValueError(f"causal must be True or False, got {self.causal!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
         if self.direction not in DIRECTIONS:
@@ -122,17 +125,18 @@ def case_of(row: Mapping[Any, Any]) -> Case:
     return Case(**dict[str, Any](values))
 
 
-def grid(backends: Sequence[str], seqlens: Sequence[int], **axes: Any) -> list[Case]:
+def grid(backends: str | Sequence[str], seqlens: Sequence[int], **axes: Any) -> list[Case]:
     """All combinations, as cases; backends vary fastest, so that one shape is compared at a time.
 
     Args:
-        backends, seqlens: lists of names and of lengths.
+        backends, seqlens: lists of names and of lengths; a string is one name.
         axes: any further field of `Case`, a single value or a list of values.
 
     Example:
         >>> len(grid(["standard", "sdpa_flash"], [512, 1024], causal=[False, True]))
         8
     """
+    backends = [backends] if isinstance(backends, str) else backends
     known = [field.name for field in fields(Case)]
     unknown = sorted(set(axes) - set(known))
     if unknown:
@@ -194,7 +198,7 @@ ORACLE_TOKENS = 4096  # longer ones are not compared: it computes whole score ma
 
 
 def run_grid(
-    cases: Iterable[Case],
+    cases: Case | Iterable[Case],
     *,
     device: torch.device | str | None = None,
     measure_error: bool = True,
@@ -221,7 +225,7 @@ def run_grid(
         rows measured so far, with `interrupted: true` in the provenance.
 
     Raises:
-        ValueError: a backend that does not exist.
+        ValueError: a backend that does not exist; repeats below 1, or negative max_seconds.
 
     >>> table = run_grid(grid(["standard", "sdpa_flash"], [64]), repeats=3, progress=False)
     >>> table.status.tolist()
@@ -230,7 +234,9 @@ def run_grid(
     import pandas as pd
     from tqdm.auto import tqdm
 
-    cases = list(cases)
+    if not max_seconds >= 0 or (repeats is not None and repeats < 1):
+        raise ValueError(f"max_seconds {max_seconds} is at least 0, repeats {repeats} at least 1")
+    cases = [cases] if isinstance(cases, Case) else list(cases)
     where = resolve_device(device)
     known = [status.name for status in available_backends(device=where)]
     unknown = sorted({case.backend for case in cases} - set(known))
@@ -393,8 +399,8 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Tensors:
 
 
 def errors_by_dtype(
-    backends: Sequence[str],
-    dtypes: Sequence[str] = ("float32", "float16", "bfloat16"),
+    backends: str | Sequence[str],
+    dtypes: str | Sequence[str] = ("float32", "float16", "bfloat16"),
     *,
     seqlen: int = 1024,
     device: torch.device | str | None = None,
@@ -403,9 +409,17 @@ def errors_by_dtype(
 
     One head of unit normal inputs, head_dim 64. A backend that does not take a dtype has no row.
 
+    Args:
+        backends, dtypes: names; a string is one.
+        seqlen: of queries and keys.
+        device: by default the current GPU if there is one, else the CPU.
+
     Returns:
         columns dtype, backend, max error, relative error, allowed (twice the textbook's maximum
         error in that dtype, plus 1e-5), ok; the errors as text with two digits.
+
+    Raises:
+        ValueError: an unknown backend or dtype.
 
     >>> errors_by_dtype(["sdpa_flash"], ["float32"], seqlen=64, device="cpu").ok.tolist()
     [True]
@@ -413,6 +427,14 @@ def errors_by_dtype(
     import pandas as pd
 
     where = resolve_device(device)
+    backends = [backends] if isinstance(backends, str) else backends
+    dtypes = [dtypes] if isinstance(dtypes, str) else dtypes
+    for name, known in (
+        *((name, [status.name for status in available_backends()]) for name in backends),
+        *((name, DTYPES) for name in dtypes),
+    ):
+        if name not in known:
+            raise ValueError(f"unknown: {name}; known: {', '.join(known)}")
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, seqlen, 1, 64, generator=generator) for _ in range(3)]
     rows = []

@@ -150,7 +150,21 @@ def measure_interleaved(
 
     Returns:
         A `Timing` by name. The i-th samples of two calls were taken right after each other.
+
+    Raises:
+        ValueError: no function; bounds that are negative or NaN.
     """
+    amounts = (warmup or 0, min_seconds, max_seconds)
+    if not functions or min_repeats < 0 or max_repeats < 1:
+        raise ValueError(
+            f"{len(functions)} functions, at least {min_repeats} and at most {max_repeats} "
+            "repeats: give a function, and 1 or more repeats"
+        )
+    if not all(amount >= 0 for amount in amounts) or math.isnan(precision):
+        raise ValueError(
+            f"warmup {warmup}, min_seconds {min_seconds}, max_seconds {max_seconds} are 0 or more, "
+            f"and precision {precision} is a number"
+        )
     where = resolve_device(device)
     for fn in functions.values():
         _warm_up(fn, where, warmup)
@@ -259,6 +273,10 @@ def ratio_of(a: Timing, b: Timing, names: tuple[str, str] = ("a", "b")) -> Ratio
     Raises:
         ValueError: the two have different numbers of samples, so they were not taken in turns.
     """
+    if len(a.samples) != len(b.samples):
+        raise ValueError(
+            f"{len(a.samples)} and {len(b.samples)} samples: measure both by measure_interleaved"
+        )
     pairs = tuple(x / y for x, y in zip(a.samples, b.samples, strict=True))
     return Ratio(pairs, names)
 
@@ -287,15 +305,20 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     """The device itself, a GPU with its number; by default the current GPU, or else the CPU.
 
     Raises:
-        ValueError: a GPU is asked for, and PyTorch finds none.
+        ValueError: an unknown device, or a GPU that PyTorch does not find.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}: it is cpu, cuda or cuda:1, say") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         why = "PyTorch finds none" if built else "this PyTorch is built for CPUs only"
         raise ValueError(f"no GPU here ({why}): leave out --device (device=)")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"no {device} here: PyTorch finds {torch.cuda.device_count()} GPUs")
     if device.type == "cuda" and device.index is None:  # some of PyTorch's functions want a number
         device = torch.device("cuda", torch.cuda.current_device())
     return device

@@ -6,6 +6,7 @@ Weights, gradients and AdamW's states are float32. Batch 1, random tokens, seed 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -174,10 +175,14 @@ def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
     2.0
 
     Raises:
-        ValueError: fewer than two lengths, or a value that is not above 0.
+        ValueError: fewer than two lengths, another number of values, or a number that is not above
+            0 and finite.
     """
-    if len(set(lengths)) < 2 or min(*lengths, *values) <= 0:
-        raise ValueError("an exponent needs two different lengths, and values above 0")
+    sound = all(0 < number < math.inf for number in (*lengths, *values))
+    if len(set(lengths)) < 2 or len(lengths) != len(values) or not sound:
+        raise ValueError(
+            "an exponent needs two different lengths, a value for each, and all above 0 and finite"
+        )
     return float(np.polyfit(np.log(lengths), np.log(values), 1)[0])
 
 

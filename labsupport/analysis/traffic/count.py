@@ -73,7 +73,8 @@ def count(
 
     Raises:
         OutOfFastMemoryError: the blocks do not fit.
-        ValueError: an unknown algorithm, or neither blocks nor a capacity.
+        ValueError: an unknown algorithm, shapes or dtypes that do not fit, neither blocks nor a
+            capacity.
 
     >>> q, k, v = torch.randn(3, 64, 8)
     >>> textbook, tiled = (count(one, q, k, v, capacity=1024) for one in ("standard", "version2"))
@@ -84,11 +85,20 @@ def count(
     known = FORWARD if dout is None else BACKWARD
     if algorithm not in known:
         raise ValueError(f"no algorithm {algorithm!r} for a {direction}; known: {', '.join(known)}")
+    dout_like = q if dout is None else dout
+    fits = q.ndim == 2 and k.shape == v.shape and k.shape[1:] == q.shape[1:]
+    floating = all(tensor.is_floating_point() for tensor in (q, k, v, dout_like))
+    if not (fits and floating) or dout_like.shape != q.shape:
+        raise ValueError(
+            "q and dout must be (N_q, d), k and v (N_k, d), floating; "
+            f"{[(tuple(x.shape), x.dtype) for x in (q, dout_like, k, v)]} were given"
+        )
     if block_q is None or block_k is None:
         if capacity is None:
             raise ValueError("give block_q and block_k, or the capacity that they must fit into")
         chosen = fitting_blocks(algorithm, direction, capacity, q.shape[-1])
-        block_q, block_k = block_q or chosen[0], block_k or chosen[1]
+        block_q = chosen[0] if block_q is None else block_q
+        block_k = chosen[1] if block_k is None else block_k
     block_q, block_k = min(block_q, len(q)), min(block_k, len(k))
     sizes = Sizes(len(q), len(k), q.shape[-1], block_q, block_k, causal)
     head = Head(sizes, q.double(), k.double(), v.double(), None if dout is None else dout.double())

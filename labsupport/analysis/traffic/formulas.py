@@ -46,9 +46,7 @@ def closed_form(
     """
     if not sizes.divisible:
         raise ValueError("the closed forms hold for blocks that divide the lengths")
-    if (algorithm, direction) not in _NEEDS:
-        known = ", ".join(" ".join(pair) for pair in _NEEDS)
-        raise ValueError(f"no formula for {algorithm!r} {direction!r}; known: {known}")
+    _needs(algorithm, direction)
     if algorithm == "standard":
         return _standard(sizes, capacity, backward=direction == "backward")
     n, d, tiles = sizes.seqlen_q, sizes.head_dim, visible_tiles(sizes)
@@ -59,6 +57,13 @@ def closed_form(
         for form in _FORMS[algorithm, direction]
     )
     return read, written
+
+
+def _needs(algorithm: str, direction: str) -> tuple[tuple[int, int, int, int], ...]:
+    if (algorithm, direction) not in _NEEDS:
+        known = ", ".join(" ".join(pair) for pair in _NEEDS)
+        raise ValueError(f"no formula for {algorithm!r} {direction!r}; known: {known}")
+    return _NEEDS[algorithm, direction]
 
 
 def _standard(s: Sizes, capacity: int | None, backward: bool) -> tuple[int, int]:
@@ -88,19 +93,28 @@ def theorem(sizes: Sizes, capacity: int) -> float:
 
     Source: "FlashAttention" (2022), theorem 2.
 
+    Raises:
+        ValueError: capacity is below 1.
+
     >>> from labsupport.analysis.traffic import Sizes
     >>> theorem(Sizes(1024, 1024, 64, block_q=64, block_k=64), capacity=65_536)
     65536.0
     """
+    if capacity < 1:
+        raise ValueError(f"capacity is {capacity}: at least 1 element")
     return sizes.seqlen_q * sizes.seqlen_k * sizes.head_dim**2 / capacity
 
 
 def elements_needed(algorithm: str, direction: str, sizes: Sizes) -> int:
-    """Largest number of elements that an algorithm needs at a time, with these blocks."""
+    """Largest number of elements that an algorithm needs at a time, with these blocks.
+
+    Raises:
+        ValueError: no such algorithm.
+    """
     br, bc, d = sizes.block_q, sizes.block_k, sizes.head_dim
     return max(
         (rows * br + cols * bc) * d + tiles * br * bc + vectors * br
-        for rows, cols, tiles, vectors in _NEEDS[algorithm, direction]
+        for rows, cols, tiles, vectors in _needs(algorithm, direction)
     )
 
 
@@ -116,7 +130,7 @@ def fitting_blocks(
         power_of_two: the large one is rounded down to a power of two, so that it divides lengths.
 
     Raises:
-        ValueError: not even one row fits.
+        ValueError: not even one row fits, or no such algorithm.
 
     >>> fitting_blocks("version2", "forward", capacity=4096, head_dim=16)
     (67, 16)
@@ -132,7 +146,8 @@ def fitting_blocks(
         return elements_needed(algorithm, direction, sizes) <= capacity
 
     large = 0
-    for power in reversed(range(25)):  # the largest that fits, bit by bit: needs grow with blocks
+    # The largest that fits, bit by bit: needs grow with blocks.
+    for power in reversed(range(int(capacity).bit_length())):
         large += (1 << power) * fits(large + (1 << power))
     if not large:
         raise ValueError(f"a memory of {capacity} elements holds no block of head_dim {head_dim}")

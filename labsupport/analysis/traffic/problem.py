@@ -16,7 +16,7 @@ class Sizes:
     """One head: N_q queries and N_k keys of d numbers; tiles of B_r rows and B_c columns.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size below 1, or causal that is no bool.
     """
 
     seqlen_q: int
@@ -28,8 +28,11 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for name in ("seqlen_q", "seqlen_k", "head_dim", "block_q", "block_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            size = getattr(self, name)
+            if size < 1 or size % 1:
+                raise ValueError(f"{name} must be a whole number, at least 1, got {size}")
+        if self.causal not in (True, False):
+            raise ValueError(f"causal must be True or False, got {self.causal!r}")
 
     @property
     def scale(self) -> float:

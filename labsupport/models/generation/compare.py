@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from labsupport.attention.accuracy import max_error
 from labsupport.models.generation.generate import Generation, generate
 from labsupport.models.generation.prompts import Batch, check_model, check_room, encode
 from labsupport.models.integration import set_attention
@@ -142,7 +143,7 @@ def compare_attention(
     """
     import pandas as pd
 
-    if len(set(backends)) != 2 or len(backends) != 2:
+    if isinstance(backends, str) or len(set(backends)) != 2 or len(backends) != 2:
         raise ValueError(f"two different backends are needed, got {', '.join(backends)}")
     check_model(model)
     batch = encode(tokenizer, prompt, model.device, chat=chat)
@@ -166,7 +167,7 @@ def compare_attention(
                 runs[name].append(done)
 
     first, second = backends
-    error = {name: _distance(logits[name], truth) for name in backends}
+    error = {name: max_error(logits[name], truth) for name in backends}
     bound = FACTOR * error[first] + SLACK * truth.std().item()
     generations = {name: runs[name][-1] for name in backends}
     rows = [generations[name].token_ids[0] for name in backends]
@@ -198,7 +199,7 @@ def compare_attention(
         backends=backends,
         table=table,
         generations=generations,
-        max_difference=_distance(logits[first], logits[second]),
+        max_difference=max_error(logits[first], logits[second]),
         bound=bound,
         oracle=oracle,
         parted_at=parted_at,
@@ -219,10 +220,6 @@ def _gap(model: PreTrainedModel, batch: Batch, rows: list[list[int]], index: int
     ids = torch.cat([batch.ids, shared], dim=1)
     logits = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
     return float(logits[rows[0][index]] - logits[rows[1][index]])
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return (a - b).abs().max().item()
 
 
 # --- the oracle -----------------------------------------------------------------------------------
