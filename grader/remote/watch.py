@@ -25,7 +25,7 @@ ANSWERS = (
     *("attention/online_softmax", "attention/reference", "attention/rotary"),
     *("distributed/minimal_ring", "distributed/ring", "models/flops", "models/llama2c"),
     *("precision/autofix", "precision/losses", "precision/policy", "profiling/tables"),
-    *("profiling/grids", "training/memory", "training/planner"),
+    *("profiling/grids", "training/chunked_loss", "training/planner"),
 )
 ONLY = {"precision.policy": "float16", "profiling.grids": "passes_of"}
 LIBRARIES = ("transformers/integrations", "transformers/models", "torch/nn/modules/activation")

@@ -29,8 +29,9 @@ from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
 from labsupport.precision.dtypes import short
 from labsupport.precision.losses import compute_loss
+from labsupport.training.chunked_loss import chunked_cross_entropy
 from labsupport.training.config import DecoderConfig, MemoryOptions
-from labsupport.training.memory import HostStore, chunked_cross_entropy, in_chunks, shared_gradient
+from labsupport.training.savings import HostStore, in_chunks, shared_gradient
 
 # Turns queries or keys by their tokens' positions; None where positions are learned.
 Turn = Callable[[Tensor], Tensor] | None

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
 from labsupport.training import PRESETS, Decoder, DecoderConfig, MemoryOptions, from_transformers
-from labsupport.training.memory import HostStore, in_chunks, shared_gradient
+from labsupport.training.savings import HostStore, in_chunks, shared_gradient
 from tests.models.tiny import tiny, tokens
 from tests.training.decoders import (
     ROTARY,

@@ -34,7 +34,7 @@ from labsupport.training.config import IGNORED
 from labsupport.training.consistency import together as apart_by
 from labsupport.training.data import generated, together
 from labsupport.training.history import StepRow
-from labsupport.training.memory import in_chunks, shared_gradient
+from labsupport.training.savings import in_chunks, shared_gradient
 from labsupport.training.tokens import Encoded, encode
 from labsupport.training.train import learning_rate, write_text
 

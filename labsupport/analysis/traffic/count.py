@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from labsupport.analysis.traffic import flash, standard
+from labsupport.analysis.traffic.fast_memory import FastMemory
 from labsupport.analysis.traffic.formulas import fitting_blocks
-from labsupport.analysis.traffic.memory import FastMemory
 from labsupport.analysis.traffic.problem import Head, Sizes
 
 _FORWARDS = {

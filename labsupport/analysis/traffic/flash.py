@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from labsupport.analysis.traffic.memory import FastMemory, Slow
+from labsupport.analysis.traffic.fast_memory import FastMemory, Slow
 from labsupport.analysis.traffic.problem import Head, finite, nonzero
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from labsupport.analysis.traffic.memory import FastMemory, Slow
+from labsupport.analysis.traffic.fast_memory import FastMemory, Slow
 from labsupport.attention.masks import AttentionMask
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from labsupport.analysis.traffic.memory import FastMemory, Slow
+from labsupport.analysis.traffic.fast_memory import FastMemory, Slow
 from labsupport.analysis.traffic.problem import Head, Sizes
 
 ROW_VECTORS = 4  # numbers beside a row that softmax holds: maximum, sum, and what leads to them

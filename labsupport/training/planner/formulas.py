@@ -55,8 +55,8 @@ from functools import cached_property
 import torch
 
 from labsupport.attention.flash_torch import LARGEST_BLOCKS, SMALLEST_BLOCK, TILE_ENTRIES
+from labsupport.training.chunked_loss import default_chunk
 from labsupport.training.config import DecoderConfig, MemoryOptions
-from labsupport.training.memory import default_chunk
 
 # Names of the parts; phases of the same step share them.
 WEIGHTS, STATES = "weights", "AdamW's states"
