@@ -63,9 +63,11 @@ def add_boxes(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     """Put the boxes into chapters and notebooks."""
     table = (PROJECT / "theory" / "README.md").read_text(encoding="utf-8")
     number = re.match(r"(theory|notebooks)/0*(\d+)-", docname)
-    if number is None:
+    top = next(doctree.findall(nodes.section), None)
+    if docname.startswith("notebooks/further/") and top is not None:
+        top[1:1] = [_raw(OPEN.format(file=f"{docname.removeprefix('notebooks/')}.ipynb"))]
+    if number is None or top is None:
         return
-    top = next(doctree.findall(nodes.section))
     if number[1] == "theory":
         found = [r for r in readings(table) if r.chapter == int(number[2])]
         # Behind what the chapter answers: that is what a reader wants to know first.

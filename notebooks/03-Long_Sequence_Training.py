@@ -24,8 +24,7 @@
 # - stop a training run and resume it exactly, and judge whether FlashAttention changed the training;
 # - in part two: spread one sequence, or one model, over several devices, and know what that costs.
 #
-# **Time** part one about 70 minutes, 47 of them for exercises; part two about 156, with exercises of 112 (93 of these
-# are further ones, without points). **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train at 8,192
+# **Time** part one about 70 minutes, 47 of them for exercises; part two about 59, with exercises of 29. **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train at 8,192
 # tokens, and two processes stand for two devices. Each section is marked *core* or *further (optional)*; the core of
 # both parts fits an afternoon.
 #
@@ -108,7 +107,8 @@ plotting.plot_by_window(
 # Two files gain almost nothing: code mostly needs what is near. (configparser has nearly the same method twice, 561
 # tokens apart: a window of 512 just misses it.) Long contexts pay where something *far away is needed again*: a
 # definition, a name, who said what. Section 3.9 measures that.
-#
+
+# %% [markdown]
 # ## 3.2 · A position for every token
 #
 # *Core.* Attention sees a set: without positions, "dog bites man" and "man bites dog" are the same. GPT-2 *learned* a
@@ -287,7 +287,8 @@ assert back == right
 # more, the slower it is.
 #
 # ![Turns of each of 32 pairs at the last token, logarithmic: trained on 1,024 tokens, and at 8,192 as it is, interpolated, and with a larger base. Interpolated falls on the trained line; the larger base starts with the line of 8,192 and meets the trained line at the last pair only; below one turn everything above the trained line is new to the model](../theory/figures/long-context-turns.png)
-#
+
+# %% [markdown]
 # ## 3.3 · What a long step costs
 #
 # *Core.* Now we train. The `tiny` decoder has 4 layers of width 128, 4 heads, and reads bytes: 0.8 million weights. A
@@ -347,7 +348,8 @@ pd.DataFrame(slopes).round(2)
 # grow with $N$, attention with $N^2$, and the longer the sequence, the larger attention's part. (The textbook's slope may
 # exceed 2 where its scores outgrow a cache. A slope of time below 1 means that another program used the cores: run the
 # cell again.)
-#
+
+# %% [markdown]
 # ## 3.4 · The largest tensor is not attention's
 #
 # *Core.* Real models read words, not bytes. GPT-2's vocabulary has 50,257 tokens, and the classifier computes a number
@@ -499,7 +501,8 @@ pd.Series(peaks, name="peak, MiB").round().astype(int).to_frame()
 # with less? Look for tensors of the weight's size: `grad_weight += d.T @ h` first makes the product, a second one, while
 # `grad_weight.addmm_(d.T, h)` adds in place; `grad * grad_loss` is a third. And look for logits of the chunk before:
 # they exist until the name is used again, or deleted (`del d`).
-#
+
+# %% [markdown]
 # ## 3.5 · What a layer keeps
 #
 # *Core.* Where does the rest of the memory go? A backward pass needs what the forward pass computed, so every layer
@@ -808,7 +811,8 @@ for name, offsets in (("cu_seqlens", apart), ("causal mask alone", together)):
 # %% [markdown]
 # Packing is cheaper, too: attention costs the *sum of squares* of the documents' lengths, not the square of their
 # sum. A backend without a packed kernel, such as FlexAttention here, raises an error.
-#
+
+# %% [markdown]
 # ## 3.8 · Training, for real
 #
 # *Core.* Each step trains the decoder on 8,192 bytes of Python's own source, with *your* RoPE and *your* loss in
@@ -993,7 +997,8 @@ asked.pivot_table(index="window", columns=["task", "measure"], values="value").r
 # With the whole document visible, the model answers two thirds of the questions. Compare with the column *search*: if
 # questions repeat the document's words, try a plain search first. [Chapter
 # 7](../theory/07-long-context.md#what-a-long-context-is-good-for) has more.
-#
+
+# %% [markdown]
 # ## What you measured on one device
 #
 # - A model predicts a repeated passage far better if its window reaches the first occurrence; plain text gains
@@ -1044,8 +1049,6 @@ asked.pivot_table(index="window", columns=["task", "measure"], values="value").r
 from labsupport.attention import merge_attention
 from labsupport.attention.reference import standard_attention
 from labsupport.distributed import demos, positions_of, setup_ddp, cleanup_ddp, unshard_sequence
-from labsupport.distributed.by_hand import ProcessComm, gradients_on_rank, layer_memory
-from labsupport.distributed.by_hand import layer_on_rank, rehearse, train_on_rank
 from labsupport.distributed.launch import LaunchError, launch
 from labsupport.distributed.minimal_ring import send_on
 from labsupport.distributed.ring import Plan
@@ -1267,7 +1270,8 @@ print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-
 # around the ring, too. In its simplest form, the gradients of K and V travel with K and V, collect a contribution
 # from each rank, and return to their own rank. (The lab's complete ring works differently: [chapter
 # 11](../theory/11-several-devices.md#a-ring-backward).)
-#
+
+# %% [markdown]
 # ## 3.12 · Equal work
 #
 # *Core.* Now cut a causal sequence into eight shards, one after the other. The queries of rank 0 see only the keys of rank 0. Those
@@ -1424,7 +1428,8 @@ plotting.plot_weights(  # what rank 1's queries see, step by step
 # %% [markdown]
 # Cut the positions in the same way as the tokens. Wrong positions make a wrong mask: the result is wrong, and no error
 # message tells you.
-#
+
+# %% [markdown]
 # ## 3.13 · Real processes
 #
 # *Core.* Now real processes replace the list of shards. The merge and the order are still yours. `launch` starts two
@@ -1557,7 +1562,8 @@ except LaunchError as error:
 # %% [markdown]
 # When a process on a CPU runs out of memory, you see "killed by SIGKILL". On a cluster, look for the rank that failed
 # *first*. The others report a lost connection or a timeout, which is only a consequence.
-#
+
+# %% [markdown]
 # ## 3.14 · Other data on each rank: DDP and FSDP
 #
 # *Further (optional).* If a model fits on one device, $W$ ranks can train it on $W$ times as many sequences per step. The next cells
@@ -1600,7 +1606,8 @@ print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep="
 # it distributes the mean. So with one micro-batch per step, FSDP has 1.5 times the traffic of DDP. Use DDP if 16 bytes
 # per weight (float32, AdamW) fit on one device, FSDP if they don't, and a ring if the *sequence* does not fit. You can
 # combine them.
-#
+
+# %% [markdown]
 # ## 3.15 · How far does it carry?
 #
 # *Further (optional).* Two processes on a CPU can show that the result is right, but not that it is fast. So here are
@@ -1637,7 +1644,6 @@ plotting.plot_scaling(
     "backward. native: PyTorch's own FlashAttention; context_parallel: PyTorch's",
 )
 
-
 # %% [markdown]
 # This was recorded on four H200s connected by NVLink (`labsupport ring bench`), with several kernels for the blocks.
 # An even share is 2 blocks of time, and the last of four contiguous shards takes 3.5: at best 2/3.5, or 57%, if
@@ -1651,506 +1657,7 @@ plotting.plot_scaling(
 # ([chapter 11](../theory/11-several-devices.md#fsdp-the-state-is-shared-too)).
 
 # %% [markdown]
-# ## 3.16 · Data parallelism by hand
-#
-# *Further (optional), 48 minutes.* What does DDP do between your backward pass and your optimizer? What does FSDP do
-# around each layer? Write both. Each rank communicates through an object `comm`. Exercise 3-6 needs `comm.world`, the
-# number of ranks, and the first three operations of this table. The fourth, and `comm.rank`, are for exercise 3-7:
-#
-# | | starts | returns |
-# | --- | --- | --- |
-# | `comm.all_reduce(x)` | adding up `x` over all ranks, in place | a function: call it to wait until `x` is the sum |
-# | `comm.all_gather(shard)` | | the shards of all ranks, concatenated along the rows |
-# | `comm.reduce_scatter(whole)` | | this rank's rows of the sum of `whole` over all ranks |
-# | `comm.send_on((a, b))` | sending both to the next rank | a function: call it to wait for the pair of the previous rank |
-#
-# First you *rehearse*: each rank is a thread of this process. That takes milliseconds, and a mistake that would make
-# real processes hang gives an error here. Then the same functions run on real processes.
-#
-# ![A backward pass of four layers. In step 1 each layer's gradient is sent when it is complete, and the pass waits. In step 3 two buckets, of layers 4 and 3 and of layers 2 and 1, travel while the pass continues.](../theory/figures/gradient-buckets.png)
-#
-# ### Exercise 3-6 · Data parallelism by hand
-# ●●● · 43 minutes · 0 points (optional)
-#
-# #### Step 1 · A hook for each parameter · 8 minutes
-#
-# `average_each(parameters, comm, is_last)` attaches a hook to each parameter. The hook replaces the gradient by its
-# mean over all ranks. `p.register_post_accumulate_grad_hook(function)` makes PyTorch call `function(p)` when `p.grad`
-# is complete, once per backward pass. With several micro-batches before an update, PyTorch adds up their gradients in
-# `p.grad`. `is_last()` is true in the backward pass of the last micro-batch: send the gradient only then. (DDP's
-# `no_sync` does the same.) The checks call your function through `rehearse_each`; don't change `rehearse_each`.
-#
-# <details><summary>Hint 1: a nudge</summary>
-#
-# When the hook is called, what is in `p.grad` on rank 0, and what on rank 1? Which number do both ranks need?
-#
-# <details><summary>Hint 2: the idea</summary>
-#
-# `comm.all_reduce(p.grad)` returns immediately, with a function. `p.grad` is the sum only after you have called that function. And a
-# sum is not yet a mean.
-#
-# <details><summary>Hint 3: an outline</summary>
-#
-# ```text
-# inner function of one parameter:   if this is the last micro-batch:
-#                                        start the all-reduce of its gradient, wait, divide in place by the number of ranks
-# for all parameters:                register the inner function
-# ```
-# </details>
-# </details>
-# </details>
-
-
-# %% nbgrader={"grade": false, "grade_id": "ex-3-6-hooks", "locked": false, "schema_version": 3, "solution": true, "task": false}
-def average_each(parameters, comm, is_last):
-    """Attach a hook to each parameter that averages its gradient over the ranks."""
-
-    ### BEGIN SOLUTION
-    def average(p):
-        if is_last():
-            comm.all_reduce(p.grad)()
-            p.grad /= comm.world
-
-    for p in parameters:
-        p.register_post_accumulate_grad_hook(average)
-    ### END SOLUTION
-
-
-def rehearse_each(weights, inputs):
-    """The gradients and the traffic of each rank, with `average_each`."""
-    return rehearse(
-        lambda comm: gradients_on_rank(average_each, comm, weights, inputs), len(inputs)
-    )
-
-
-# %% nbgrader={"grade": true, "grade_id": "ex-3-6-hooks-values", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_average_each(rehearse_each)
-### BEGIN HIDDEN TESTS
-checks.check_average_each(rehearse_each, seed=61)
-### END HIDDEN TESTS
-
-# %% [markdown]
-# #### Step 2 · Which gradients share a bucket? · 8 minutes
-#
-# A model has hundreds of small tensors, and each all-reduce has a latency. So DDP collects gradients in *buckets*.
-# `make_buckets(sizes, cap)` takes the sizes of the parameters in bytes, in the model's order, and returns a list of
-# lists: the indices of the parameters in each bucket. The backward pass reaches the last parameter first, so the
-# first bucket starts with the last index. A bucket is full when it contains `cap` bytes or more; the next tensor
-# starts a new bucket. (This is DDP's rule. A large tensor can make a bucket much larger than `cap`.) For example,
-# with `sizes = [400, 300, 200, 100]` and `cap = 300`:
-#
-# ```text
-# 3: 100 bytes, 2: 300 bytes, full   |   1: 300 bytes, full   |   0: 400 bytes        [[3, 2], [1], [0]]
-# ```
-#
-# <details><summary>Hint 1: a nudge</summary>
-#
-# Do you test whether a bucket is full before or after you add a tensor to it? When do you need the next bucket?
-#
-# <details><summary>Hint 2: the idea</summary>
-#
-# Use one loop from the last index to 0. Keep two things: the list of buckets, and the number of bytes in the last of them.
-#
-# <details><summary>Hint 3: an outline</summary>
-#
-# ```text
-# start with one empty bucket and 0 bytes
-# for each index, from the last to the first:
-#     if the bytes have reached cap:   start an empty bucket, with 0 bytes
-#     append the index to the last bucket, add its size to the bytes
-# ```
-# </details>
-# </details>
-# </details>
-
-
-# %% nbgrader={"grade": false, "grade_id": "ex-3-6-buckets", "locked": false, "schema_version": 3, "solution": true, "task": false}
-def make_buckets(sizes, cap):
-    """The numbers of the parameters in each bucket, in the order in which gradients come."""
-    ### BEGIN SOLUTION
-    buckets, filled = [[]], 0
-    for i in reversed(range(len(sizes))):
-        if filled >= cap:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(i)
-        filled += sizes[i]
-    return buckets
-    ### END SOLUTION
-
-
-# %% nbgrader={"grade": true, "grade_id": "ex-3-6-buckets-cut", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_buckets(make_buckets)
-### BEGIN HIDDEN TESTS
-checks.check_buckets(make_buckets, seed=62)
-### END HIDDEN TESTS
-
-# %% [markdown]
-# #### Step 3 · Buckets that travel during the backward pass · 15 minutes
-#
-# `average_in_buckets(parameters, buckets, comm, is_last)` attaches hooks, too. The hook that completes a bucket
-# concatenates the bucket's gradients into one flat tensor and starts the all-reduce, *without* waiting.
-# `average_in_buckets` returns a function, `finish`, which is called after the last backward pass of each step. It
-# waits for all buckets, divides, and copies each part back into the gradient of its parameter. The hooks stay for the
-# next step.
-#
-# <details><summary>Hint 1: a nudge</summary>
-#
-# A hook knows only its own parameter. What must the hooks of a bucket share, to know when it is complete?
-#
-# <details><summary>Hint 2: the idea</summary>
-#
-# For each bucket, count down the number of missing gradients. At 0, concatenate the flattened gradients with
-# `torch.cat`, start the all-reduce, and append the flat tensor and its wait function to a list. A `lambda` in a loop
-# sees the *last* value of the loop variable `n`; `lambda p, n=n: ...` keeps the current value.
-#
-# <details><summary>Hint 3: an outline</summary>
-#
-# ```text
-# missing = for each bucket, its number of gradients;   running = an empty list
-# arrived(n):    return, if this is not the last micro-batch
-#                missing[n] is one less;   if it is 0: flatten, concatenate, start; append (bucket, flat, wait) to running
-# hooks:         for each bucket n, for each of its parameters: one that calls arrived(n)
-# finish():      for each entry of running: wait, split flat by the parameters' sizes;  divide each part by world,
-#                copy it back in its shape
-#                then empty running and reset missing, both in place
-# ```
-# </details>
-# </details>
-# </details>
-
-
-# %% nbgrader={"grade": false, "grade_id": "ex-3-6-overlap", "locked": false, "schema_version": 3, "solution": true, "task": false}
-def average_in_buckets(parameters, buckets, comm, is_last):
-    """Attach hooks that send full buckets; return what waits for them and stores the means."""
-    ### BEGIN SOLUTION
-    missing, running = [len(bucket) for bucket in buckets], []
-
-    def arrived(number):
-        if not is_last():
-            return
-        missing[number] -= 1
-        if missing[number] == 0:
-            own = [parameters[i] for i in buckets[number]]
-            flat = torch.cat([p.grad.flatten() for p in own])
-            running.append((own, flat, comm.all_reduce(flat)))
-
-    for number, bucket in enumerate(buckets):
-        for i in bucket:
-            parameters[i].register_post_accumulate_grad_hook(lambda _, n=number: arrived(n))
-
-    def finish():
-        for own, flat, wait in running:
-            wait()
-            parts = flat.split([p.numel() for p in own])
-            for p, part in zip(own, parts, strict=True):
-                p.grad.copy_(part.view_as(p) / comm.world)
-        running.clear()
-        missing[:] = [len(bucket) for bucket in buckets]
-
-    return finish
-    ### END SOLUTION
-
-
-def rehearse_buckets(weights, inputs, buckets):
-    """The gradients and the traffic of each rank, with `average_in_buckets`."""
-
-    def attach(parameters, comm, is_last):
-        return average_in_buckets(parameters, buckets, comm, is_last)
-
-    return rehearse(lambda comm: gradients_on_rank(attach, comm, weights, inputs), len(inputs))
-
-
-# %% nbgrader={"grade": true, "grade_id": "ex-3-6-overlap-values", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_average_in_buckets(rehearse_buckets)
-### BEGIN HIDDEN TESTS
-checks.check_average_in_buckets(rehearse_buckets, seed=63)
-### END HIDDEN TESTS
-
-# %% nbgrader={"grade": true, "grade_id": "ex-3-6-overlap-order", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_overlap(rehearse_buckets)
-### BEGIN HIDDEN TESTS
-checks.check_overlap(rehearse_buckets, seed=64)
-### END HIDDEN TESTS
-
-# %% [markdown]
-# #### Step 4 · A layer in parts, as FSDP does it · 12 minutes
-#
-# Under DDP, each rank stores all weights. Under FSDP, it stores only some rows of each weight, its *shard*. The whole weight is
-# gathered shortly before it is needed, and freed afterwards.
-#
-# ![One layer on one of two ranks: its shard is always there, the whole weight only during the forward and the backward pass, and only a shard of the whole gradient remains.](../theory/figures/sharded-layer.png)
-#
-# Write this for one layer, `y = x Wᵀ`, as an autograd function.
-#
-# | | gets | returns |
-# | --- | --- | --- |
-# | `forward(ctx, x, shard, comm)` | `x` `(rows, in)`, this rank's inputs; `shard` `(out / world, in)` | `y` `(rows, out)` |
-# | `backward(ctx, dy)` | `dy` `(rows, out)` | the gradients of `x` and `shard`, and None for `comm` |
-#
-# The gradient of `shard` is the mean over all ranks, as under DDP, but only for this rank's rows. The whole weight must not stay in
-# memory after `forward`: gather it again in `backward`. You need $dX = dY\,W$ and $dW = dY^\top X$.
-#
-# <details><summary>Hint 1: a nudge</summary>
-#
-# Which of `x`, `shard` and the whole weight may you store in `ctx`? Each rank can compute the whole $dW$ for *its own* inputs. Which
-# ranks need which rows of it?
-#
-# <details><summary>Hint 2: the idea</summary>
-#
-# `reduce_scatter` is the mirror image of `all_gather`. `all_gather` gives all rows to all ranks. `reduce_scatter` adds
-# up the rows of all ranks and gives each rank its own part. First `reduce_scatter`, then `all_gather`: together they
-# are an all-reduce.
-#
-# <details><summary>Hint 3: an outline</summary>
-#
-# ```text
-# forward     save x and shard;  ctx.comm = comm;  gather the shards, multiply
-# backward    gather again for dx;  dW of this rank's inputs;  reduce-scatter it, divide by the number of ranks
-# ```
-# </details>
-# </details>
-# </details>
-
-
-# %% nbgrader={"grade": false, "grade_id": "ex-3-6-shard", "locked": false, "schema_version": 3, "solution": true, "task": false}
-class ShardedLinear(torch.autograd.Function):
-    """A linear layer of which each rank holds some rows."""
-
-    @staticmethod
-    def forward(ctx, x, shard, comm):
-        """y, of this rank's inputs."""
-        ### BEGIN SOLUTION
-        ctx.save_for_backward(x, shard)
-        ctx.comm = comm
-        weight = comm.all_gather(shard)
-        return x @ weight.mT
-        ### END SOLUTION
-
-    @staticmethod
-    def backward(ctx, dy):
-        """The gradients of x and of the shard; None for comm."""
-        ### BEGIN SOLUTION
-        x, shard = ctx.saved_tensors
-        weight = ctx.comm.all_gather(shard)
-        dx = dy @ weight
-        dweight = dy.mT @ x
-        return dx, ctx.comm.reduce_scatter(dweight) / ctx.comm.world, None
-        ### END SOLUTION
-
-
-def rehearse_layer(weight, inputs, douts):
-    """Results, gradients, memory and traffic of each rank, with `ShardedLinear`."""
-    return rehearse(
-        lambda comm: layer_on_rank(ShardedLinear, comm, weight, inputs, douts), len(inputs)
-    )
-
-
-# %% nbgrader={"grade": true, "grade_id": "ex-3-6-shard-values", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_sharded_layer(rehearse_layer)
-### BEGIN HIDDEN TESTS
-checks.check_sharded_layer(rehearse_layer, seed=65)
-### END HIDDEN TESTS
-
-# %% nbgrader={"grade": true, "grade_id": "ex-3-6-shard-memory", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_sharded_memory(rehearse_layer)
-### BEGIN HIDDEN TESTS
-checks.check_sharded_memory(rehearse_layer, seed=66)
-### END HIDDEN TESTS
-
-# %% [markdown]
-# Now train a small network on two real processes, for 20 steps with two micro-batches before each update. Each rank
-# has its own part of the data (`DistributedSampler`). We train once with PyTorch's `DistributedDataParallel`, once
-# with your hooks, and once with your buckets. The tensors of the network have 32,768, 512, 65,536, 512, 8,192 and 64
-# bytes, in the model's order.
-#
-# **Predict first**: how many all-reduces does a step take with buckets of 32 KiB (32,768 bytes)?
-
-# %%
-predicted_buckets = None  # your guess, a number
-
-# %%
-own_hooks = checks.solution_or_reference(
-    average_each,
-    checks.ex_3_6_data_parallel.average_each,
-    lambda _: checks.check_average_each(rehearse_each),
-)
-own_cut = checks.solution_or_reference(
-    make_buckets, checks.ex_3_6_data_parallel.make_buckets, checks.check_buckets
-)
-own_buckets = checks.solution_or_reference(
-    average_in_buckets,
-    checks.ex_3_6_data_parallel.average_in_buckets,
-    lambda _: checks.check_average_in_buckets(rehearse_buckets),
-)
-own_layer = checks.solution_or_reference(
-    ShardedLinear,
-    checks.ex_3_6_data_parallel.ShardedLinear,
-    lambda _: checks.check_sharded_layer(rehearse_layer),
-)
-
-
-def attach_buckets(parameters, comm, is_last):
-    """Your two functions together."""
-    buckets = own_cut([p.nbytes for p in parameters], 2**15)
-    return own_buckets(parameters, buckets, comm, is_last)
-
-
-def train_three_ways():
-    """On one rank: DDP, hooks, buckets; and the memory of whole and sharded layers."""
-    setup_ddp("gloo")
-    trained = [train_on_rank(attach) for attach in (None, own_hooks, attach_buckets)]
-    memory = layer_memory(own_layer)
-    cleanup_ddp()
-    return trained, memory
-
-
-both = launch(train_three_ways, processes=2, device="cpu")  # some seconds
-
-# %% tags=["nbval-check-output"]
-ddp, *by_hand = trained = both[0][0]
-checks.compare_prediction("All-reduces of a step", predicted_buckets, ddp["all_reduces"])
-for run in by_hand:
-    pairs = zip(run["parameters"], ddp["parameters"], strict=True)
-    assert max((a - b).abs().max() for a, b in pairs) < 1e-6
-index = ["DistributedDataParallel", "your hooks", "your buckets"]
-pd.DataFrame(trained, index=index)[["all_reduces", "bytes"]]
-
-# %% [markdown]
-# After 20 steps the weights agree to $10^{-6}$. The buckets send the same bytes in fewer messages. Now measure the
-# memory of four sharded layers of 1,024 × 1,024:
-
-# %%
-held = pd.DataFrame(both[0][1] + both[1][1]).set_index(["rank", "weights"]) / 2**20
-held.rename(columns={"held_bytes": "held, MiB", "gathered_bytes": "gathered, at most, MiB"}).round(
-    1
-)
-
-
-# %% [markdown]
-# Each rank stores half of the weights and gradients. In return, each pass gathers one whole weight at a time, 4 MiB.
-# (In the backward pass, the whole gradient of the layer takes another 4 MiB until the reduce-scatter; the table leaves
-# these 4 MiB out.) In a model with a hundred layers, one whole layer is small compared with what you save.
-#
-# `capstone/data_parallel.py` is an ordinary program of about a hundred lines with DDP and FSDP. Read it, run it with
-# `torchrun --nproc-per-node 2 capstone/data_parallel.py`, and try your own hooks in it.
-
-# %% [markdown]
-# ## 3.17 · A ring's backward
-#
-# *Further (optional), 23 minutes.* The ring of section 3.13 has only a forward pass. The backward pass sends keys and
-# values around once more, together with the gradients of K and V (section 3.11). After how many steps are these
-# gradients back on their own rank?
-#
-# ![Whose keys each of four ranks has in each of four steps: rank r has those of rank r minus the step. If these keys come from a later rank, the mask hides them.](../theory/figures/ring-steps.png)
-#
-# ### Exercise 3-7 · A ring's backward
-# ●●● · 20 minutes · 0 points (optional)
-#
-# Shards are contiguous, and attention is causal. `ring_backward` gets this rank's shards: `dout`, `q`, `k`, `v`, `out`
-# `(heads, tokens, head_dim)`, and `lse` `(heads, tokens)`, the log-sum-exp $L$ of the *whole* rows. It returns `dq`,
-# `dk` and `dv`, the gradients of this rank's `q`, `k` and `v`. One block contributes as in notebook 1 (section 1.6).
-# Its scores are $S = QK^\top / \sqrt d$, and $D$ contains the row sums of $dO \circ O$:
-#
-# $$P = e^{S - L}, \quad dS = P \circ (dO\,V^\top - D), \quad dQ \mathrel{+}= dS\,K / \sqrt d, \quad dK \mathrel{+}= dS^\top Q / \sqrt d, \quad dV \mathrel{+}= P^\top dO$$
-#
-# `comm.send_on((k, v))` starts sending keys and values to the next rank, and returns a function. Call that function to
-# get the pair of the previous rank. Before this call, don't change k and v in place. `comm.rank` is the number of this
-# rank, from 0, and `comm.world` the number of ranks. All ranks must send equally often, even in steps in which the
-# mask hides all the keys that they have.
-#
-# <details><summary>Hint 1: a nudge</summary>
-#
-# dQ is a sum over keys, dK a sum over queries. Which of the two sums can a rank compute without sending it anywhere?
-#
-# <details><summary>Hint 2: the idea</summary>
-#
-# At any time, the dK and dV on a rank are those of the keys on that rank. So send them on with the keys, after you
-# have added your contribution. They start as zeros on their own rank. After how many hops (messages to the next rank)
-# are they back on it?
-#
-# <details><summary>Hint 3: an outline</summary>
-#
-# ```text
-# D, and zeros for dq, dk, dv
-# for each step, 0 to world - 1:
-#     start sending k and v
-#     if their owner's tokens are not later than ours (step <= rank):
-#         S, in step 0 masked above its diagonal;  P, dS;  add this block's contributions to dq, dk, dv
-#     send dk and dv on, and take those of the previous rank
-#     take k and v of the previous rank
-# ```
-# </details>
-# </details>
-# </details>
-
-
-# %% nbgrader={"grade": false, "grade_id": "ex-3-7-ring-backward", "locked": false, "schema_version": 3, "solution": true, "task": false}
-def ring_backward(dout, q, k, v, out, lse, comm):
-    """The gradients of this rank's q, k and v."""
-    ### BEGIN SOLUTION
-    scale = q.shape[-1] ** -0.5
-    delta = (dout * out).sum(-1, keepdim=True)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for step in range(comm.world):
-        arriving = comm.send_on((k, v))
-        if step <= comm.rank:
-            scores = scale * q @ k.mT
-            if step == 0:
-                hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-                scores = scores.masked_fill(hidden, -torch.inf)
-            p = (scores - lse[..., None]).exp()
-            ds = scale * p * (dout @ v.mT - delta)
-            dq, dk, dv = dq + ds @ k, dk + ds.mT @ q, dv + p.mT @ dout
-        dk, dv = comm.send_on((dk, dv))()
-        k, v = arriving()
-    return dq, dk, dv
-    ### END SOLUTION
-
-
-def rehearse_ring(*shards):
-    """Each rank's gradients; shards of all ranks of dout, q, k, v, out and lse."""
-    return rehearse(
-        lambda comm: ring_backward(*(x[comm.rank] for x in shards), comm), len(shards[0])
-    )
-
-
-# %% nbgrader={"grade": true, "grade_id": "ex-3-7-ring-backward-values", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_ring_backward(rehearse_ring)
-### BEGIN HIDDEN TESTS
-checks.check_ring_backward(rehearse_ring, seed=71)
-### END HIDDEN TESTS
-
-# %% [markdown]
-# Now run it on three real processes, with the same check:
-
-# %%
-own_backward = checks.solution_or_reference(
-    ring_backward,
-    checks.ex_3_7_ring_backward.ring_backward,
-    lambda _: checks.check_ring_backward(rehearse_ring),
-)
-
-
-def ring_on_processes(*shards):
-    """The same as `rehearse_ring`, with a process for each rank."""
-
-    def on_this_rank():
-        info = setup_ddp("gloo")
-        found = own_backward(*(x[info.rank] for x in shards), ProcessComm())
-        cleanup_ddp()
-        return found
-
-    return launch(on_this_rank, processes=len(shards[0]), device="cpu")
-
-
-checks.check_ring_backward(ring_on_processes, worlds=(3,))
-
-# %% [markdown]
-# Together with your forward pass of section 3.13, this is a complete ring with gradients.
-# `labsupport/distributed/minimal_ring.py` puts both into one autograd function of 60 lines.
-#
-# ## 3.18 · A fault to find
+# ## 3.16 · A fault to find
 #
 # *Further (optional), 12 minutes.* A colleague accumulates gradients over parts of a batch, because the whole batch does not fit: "It
 # should make no difference, and usually it doesn't. But on padded batches training is worse, and nobody knows why."
@@ -2249,224 +1756,6 @@ checks.check_accumulation(after_repair, seed=81)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 3.19 · Longer than in training
-#
-# *Further (optional), 26 minutes.* Back to one device. RoPE itself has no last position, but each model was trained
-# up to some length. `recall` (section 3.9) was trained on 2,048 bytes; only 40 of its 2,780 steps used 4,096. Now it
-# reads lists of 4,096 bytes with questions everywhere. We measure the negative log-likelihood (NLL) of questions and
-# answers by their position.
-#
-# **Predict first**: how many times as large is the NLL in the last 1,024 bytes as in the first 1,024?
-
-# %%
-predicted_rise = None  # your guess, a number
-
-# %%
-from labsupport.training.tasks.positions import nll_by_position, with_frequencies
-
-factor, trained = 2, recall.LENGTH
-finder = recall.load_recall(device)
-stage = recall.Stage(1, factor * trained, documents=4, facts=30 * factor, questions=80 * factor)
-(lists,) = recall.recall_batches([stage], others=0.0, first_seed=700)(0)
-by_position = nll_by_position(finder, **lists).rename(columns={"nll": "plain"})
-rise = by_position.plain.iloc[-1] / by_position.plain.iloc[0]
-checks.compare_prediction("Last 1,024 bytes over the first", predicted_rise, rise, "times")
-by_position.round(2)
-
-# %% [markdown]
-# Later answers are harder in any case, because there are more facts to choose from. From position 2,048 on there is a
-# second reason. At position $t$, pair $i$ has turned by the angle $t f_i$, and `recall` has $d/2 = 8$ pairs. In 2,048
-# bytes, pair 5 makes a quarter of a turn, and pair 7 a hundredth. The model saw larger angles of these pairs only in
-# those 40 steps. Three remedies slow pairs down, by up to a factor $\sigma$ (here 2). They differ in which pairs they
-# slow, and by how much:
-#
-# ```text
-# pair i                           0      1      2      3      4      5      6      7
-# turns in 2,048 bytes           326     77     18    4.3    1.0   0.24   0.06   0.01
-#
-# slowed by: interpolation         2      2      2      2      2      2      2      2
-#            NTK-aware             1    1.1    1.2    1.3    1.5    1.6    1.8      2
-#            YaRN                  1      1    1.1    1.3    1.6      2      2      2
-# ```
-#
-# The figure shows a model with 32 pairs, trained on 1,024 tokens and used at 8,192:
-#
-# ![Turns of each of 32 pairs at the last token, four curves: at the training length of 1,024 tokens, and at 8,192 tokens with the plain frequencies, with interpolation, and with a larger base.](../theory/figures/long-context-turns.png)
-#
-# ### Exercise 3-9 · Three ways to turn more slowly
-# ●●○ · 20 minutes · 0 points (optional)
-#
-# $d$ = `head_dim`, $\beta$ = `base`, $\sigma$ = `factor` (1 or more). $f_i = \beta^{-2i/d}$ are the plain frequencies,
-# $i = 0 \dots d/2 - 1$. All three functions return the new frequencies, `(head_dim // 2,)`, float32 or float64; `yarn` also returns
-# a second value.
-#
-# | function | returns |
-# | --- | --- |
-# | `interpolated(head_dim, base, factor)` | *position interpolation* (Chen et al. 2023) divides all positions by $\sigma$. An angle is $t f_i$, so you can divide each $f_i$ instead |
-# | `ntk_aware(head_dim, base, factor)` | the plain formula with a larger base $\beta'$, chosen so that the *last* pair becomes $\sigma$ times as slow. (Pair 0 stays: its frequency is 1 with any base) |
-# | `yarn(head_dim, base, factor, trained)` | a tuple: the frequencies $f'_i$ below, and the *attention factor* $0.1 \ln\sigma + 1$, a number. `trained`: the training length in tokens, $T$ |
-#
-# YaRN (Peng et al. 2023) leaves fast pairs alone and interpolates slow ones, with a ramp $\gamma$ in between:
-#
-# $$f'_i = (1 - \gamma_i) f_i + \gamma_i \frac{f_i}{\sigma}, \qquad \gamma_i = \frac{i - \text{low}}{\text{high} - \text{low}} \text{ clamped to } 0 \dots 1, \qquad c(n) = \frac d2 \cdot \frac{\ln\frac{T}{2\pi n}}{\ln\beta}$$
-#
-# A pair at index $c(n)$ makes $n$ turns in $T$ tokens. *low* is $c(32)$ rounded down, at least 0; *high* is $c(1)$
-# rounded up. For `recall` they are 1 and 5. (The ramp is linear in $i$, as in the authors' program and in
-# Transformers; the paper's formula differs.) Queries and keys are both multiplied by the attention factor, so scores
-# grow by its square, and the softmax becomes sharper.
-#
-# <details><summary>Hint 1: a nudge</summary>
-#
-# Begin with $\sigma = 1$: what must all three return? Then look at the last pair in the table above. What does each of the three do
-# with it?
-#
-# <details><summary>Hint 2: the idea</summary>
-#
-# The last pair is $i = d/2 - 1$. Write down its frequency with $\beta'$ and with $\beta$. The first must be the second divided by
-# $\sigma$; solve for $\beta'$. For YaRN compute *low* and *high* first and compare them with 1 and 5.
-#
-# <details><summary>Hint 3: an outline</summary>
-#
-# ```text
-# interpolated   the plain frequencies, divided
-# ntk_aware      multiply the base by factor to a power that is a little above 1;  the plain formula with this base
-# yarn           the plain frequencies;  low and high by math.log, math.floor, math.ceil
-#                the ramp from torch.arange(head_dim // 2), clamped;  mix plain and divided;  the attention factor
-# ```
-# </details>
-# </details>
-# </details>
-
-# %% nbgrader={"grade": false, "grade_id": "ex-3-9-frequencies", "locked": false, "schema_version": 3, "solution": true, "task": false}
-import math
-
-
-def interpolated(head_dim, base, factor):
-    """The frequencies, (head_dim // 2,), that divide all positions by `factor`."""
-    ### BEGIN SOLUTION
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    return base**-exponents / factor
-    ### END SOLUTION
-
-
-def ntk_aware(head_dim, base, factor):
-    """The frequencies of a larger base, which makes the last pair `factor` times as slow."""
-    ### BEGIN SOLUTION
-    larger = base * factor ** (head_dim / (head_dim - 2))
-    return larger ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    ### END SOLUTION
-
-
-def yarn(head_dim, base, factor, trained):
-    """YaRN's frequencies, and its attention factor."""
-    ### BEGIN SOLUTION
-    plain = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    ends = [math.log(trained / (2 * math.pi * n)) / math.log(base) for n in (32, 1)]
-    low = max(math.floor(head_dim / 2 * ends[0]), 0)
-    high = math.ceil(head_dim / 2 * ends[1])
-    ramp = ((torch.arange(head_dim // 2) - low) / (high - low)).clamp(0, 1)
-    return (1 - ramp) * plain + ramp * plain / factor, 0.1 * math.log(factor) + 1
-    ### END SOLUTION
-
-
-# %% nbgrader={"grade": true, "grade_id": "ex-3-9-frequencies-interpolated", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_interpolated(interpolated)
-### BEGIN HIDDEN TESTS
-checks.check_interpolated(interpolated, seed=91)
-### END HIDDEN TESTS
-
-# %% nbgrader={"grade": true, "grade_id": "ex-3-9-frequencies-ntk", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_ntk_aware(ntk_aware)
-### BEGIN HIDDEN TESTS
-checks.check_ntk_aware(ntk_aware, seed=92)
-### END HIDDEN TESTS
-
-# %% nbgrader={"grade": true, "grade_id": "ex-3-9-frequencies-yarn", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_yarn(yarn)
-### BEGIN HIDDEN TESTS
-checks.check_yarn(yarn, seed=93)
-### END HIDDEN TESTS
-
-# %% [markdown]
-# Now the same weights read the same lists with your frequencies, without further training.
-#
-# **Predict first**: take the best method's NLL in the last 1,024 bytes, and divide it by the plain NLL in the first
-# 1,024 bytes. Which number do you expect?
-
-# %%
-predicted_best = None  # your guess, a number
-
-# %%
-own_interpolated = checks.solution_or_reference(
-    interpolated, checks.ex_3_9_long_positions.interpolated, checks.check_interpolated
-)
-own_ntk = checks.solution_or_reference(
-    ntk_aware, checks.ex_3_9_long_positions.ntk_aware, checks.check_ntk_aware
-)
-own_yarn = checks.solution_or_reference(yarn, checks.ex_3_9_long_positions.yarn, checks.check_yarn)
-
-# %%
-shape = finder.config.head_dim, finder.config.rope_base
-turned = {
-    "interpolated": (own_interpolated(*shape, factor),),
-    "NTK-aware": (own_ntk(*shape, factor),),
-    "YaRN": own_yarn(*shape, factor, trained),
-}
-for name, frequencies in turned.items():  # on a CPU a few seconds
-    by_position[name] = nll_by_position(with_frequencies(finder, *frequencies), **lists).nll
-by_position.round(2)
-
-# %%
-best = by_position[list(turned)].iloc[-1]
-ratio = best.min() / by_position.plain.iloc[0]
-checks.compare_prediction(f"Best at the end, {best.idxmin()}", predicted_best, ratio, "times")
-
-# %%
-last = by_position.iloc[-1]
-plotting.plot_by_window(
-    by_position,
-    {name: name for name in ("plain", "NTK-aware", "YaRN")},
-    title=f"The last 1,024 bytes: plain {last.plain:.2f}, NTK-aware {last['NTK-aware']:.2f}, "
-    f"YaRN {last.YaRN:.2f}; interpolated {last.interpolated:.1f}, off the chart",
-    ylabel="NLL (nats a byte)",
-    unit="bytes",
-    small_print=f"recall, trained on {trained:,} bytes; the mean of 1,024 bytes before each point; "
-    f"{by_position.labels.sum():,} scored bytes in 4 lists",
-)
-
-# %% [markdown]
-# At $\sigma = 2$, YaRN helps most, then NTK-aware scaling, as in the paper. NTK-aware scaling is worse than plain
-# frequencies in the first 3,072 bytes, because it also slows pairs that don't need it. Interpolation destroys this model:
-# its first layers look 1 to 12 bytes back, and now all distances are halved. Interpolation needs further training;
-# Chen et al. took 1,000 steps. The ranking depends on the length: with `factor = 4`, the lists have 8,192
-# bytes, and in their last 1,024 bytes NTK-aware scaling beats YaRN. (`factor` is set before the first table of this
-# section; run that cell and those after it again.)
-#
-# SmolLM2 is larger. It has 32 pairs, and was trained on up to 8,192 tokens. In a recorded run it reads 16,384 tokens of
-# Python's source:
-
-# %%
-longer = load_run("long-positions-cpu")
-ways = ["plain", "NTK-aware", "YaRN", "interpolated"]
-at = longer.pivot_table(index="window", columns="method", values="nll").reset_index()[
-    ["window", *ways]
-]
-plotting.plot_by_window(
-    at,
-    {name: name for name in ways},
-    title="At the end: " + ", ".join(f"{name} {at[name].iloc[-1]:.2f}" for name in ways),
-    ylabel="NLL (nats a token)",
-    small_print="recorded, CPU: SmolLM2-135M in float32, weights rounded to 4 bits; source of "
-    "argparse; the mean of 2,048 tokens before each point",
-)
-
-# %% [markdown]
-# Up to 10,240 tokens, plain frequencies are as good as any. From 12,288 on they fail, but NTK-aware scaling and YaRN still work,
-# without a single step of training. Interpolation works, too, but its NLL is 0.9 to 1.3 nats per token above that of the
-# best method at every length. (This is one file and one small model. And a low NLL does not show that the model used
-# anything 16,000 tokens away; a test like that of section 3.9 does.) Transformers has all three, as the `rope_type`s
-# `linear`, `dynamic` (whose base grows with the text) and `yarn`.
-#
 # ## What you measured on several devices
 #
 # - Partial results and their log-sum-exps merge exactly, up to rounding, into attention over all keys. A plain average is wrong.
@@ -2480,7 +1769,8 @@ plotting.plot_by_window(
 #   first.
 # - Beyond the trained length a model fails at angles that it has not seen. Slower pairs help to a degree, without further training.
 # - DDP is a hook, a bucket and an all-reduce. FSDP gathers a layer, uses it and frees it. In a ring, dK and dV travel with their keys.
-#
+
+# %% [markdown]
 # ## Six questions
 #
 # <details><summary>1. Why can partial results be merged exactly, although softmax needs the whole row?</summary>
@@ -2524,7 +1814,8 @@ plotting.plot_by_window(
 # it is slow, because weights and gradients cross the bus in each step. At a million tokens the activations are the
 # problem, and FSDP does not shard them: add a ring, and the remedies of section 3.6.
 # </details>
-#
+
+# %% [markdown]
 # ## Read on
 #
 # - Theory chapters [7, Long context](../theory/07-long-context.md): what a step stores, each remedy with its cost, RoPE derived, and

@@ -23,7 +23,7 @@
 # - predict a time, test the prediction on shapes that it has not seen, and apply it to another GPU with an interval;
 # - choose an implementation for a workload, and give reasons.
 #
-# **Time** about 208 minutes, of which the exercises take 165. **You need** notebooks 1 and 2. A laptop is enough;
+# **Time** about 163 minutes, of which the exercises take 130. **You need** notebooks 1 and 2. A laptop is enough;
 # figures of a large GPU come from recorded runs. Each section is marked *core* or *further (optional)*; the core fits
 # an afternoon.
 #
@@ -230,7 +230,8 @@ with tempfile.TemporaryDirectory() as folder:
 # %% [markdown]
 # `labsupport profile` does all this with one command, for one shape of attention. It writes a folder; read its
 # `SUMMARY.md` first. If NVIDIA's profilers are installed, it runs them too.
-#
+
+# %% [markdown]
 # ## 4.2 · FLOPs, bytes, and a roof
 #
 # *Core.* How fast *could* a call be? Its arithmetic takes at least FLOPs / (FLOPs a second). Moving its tensors takes
@@ -533,7 +534,8 @@ for name, (ms, gb, tflop) in seen_by_ncu.items():
 # and two thirds of the arithmetic. The kernel of row sums uses 87%, as it should: it has almost nothing to compute. So
 # first ask what bounds a case, then look at the use of *that*: the tensor cores for a long prefill, the bandwidth for a
 # decode step.
-#
+
+# %% [markdown]
 # ## 4.3 · Between fast and slow memory
 #
 # *Core.* This drawing shows a GPU's memories and their names:
@@ -829,7 +831,8 @@ print(pd.concat([tuned.head(4), tuned.tail(3)]).round(3).to_string(index=False))
 # These are the fastest four and the slowest three of 27 tilings of one algorithm: the lab's plain Triton kernel on an
 # H200. *warps* are groups of 32 threads of a program; *stages* is the number of blocks of
 # K and V that are loaded ahead.
-#
+
+# %% [markdown]
 # ## 4.4 · The kernel
 #
 # *Core · 65 minutes*
@@ -1246,7 +1249,8 @@ for ours in ("flash_triton", "flash_gluon"):
 # `flash_gluon` does: it is the lab's kernel in Gluon, the language below Triton, where groups of warps have different
 # jobs. Chapter 5, "From Triton to Gluon", builds it in four steps. All these kernels compute the same with the same few
 # lines.
-#
+
+# %% [markdown]
 # ## 4.5 · Batch, length, heads
 #
 # *Further (optional).* How does time grow? FLOPs are proportional to batch, to heads, and to $N^2$. If only FLOPs took
@@ -1401,7 +1405,8 @@ orders[[*names, "version2_ms", "order", "tiles"]].round(2)
 # fit at a time, and the last wave costs as much as a full one.
 #
 # ![Left, by formula: the share of slots at work is a saw-tooth that falls to a half after the first wave, and by less and less after later ones. Right: recorded times of a kernel with 128, 256, 512 and 1024 programs lie on staircases of 132 programs a step for head_dim 128 and of 264 for head_dim 64; with 128 programs head_dim 64 lies below its first step](../theory/figures/performance-waves.png)
-#
+
+# %% [markdown]
 # ## 4.6 · Can it be predicted?
 #
 # *Further (optional).* A simple model has two numbers: the time to start a call, and the rate at which it then works.
@@ -1631,7 +1636,8 @@ plotting.plot_predictions(
 # You can test each line: run `labsupport bench --seqlen 8192 --batch 4 --nheads 16 --headdim 64 --causal` on that GPU.
 # A V100 or T4 has no bfloat16 tensor cores and no FlashAttention-2: use SDPA's memory-efficient kernel there, in
 # float16.
-#
+
+# %% [markdown]
 # ## 4.8 · Which one to take
 #
 # *Core.* Now use all this to decide. You get a workload, a memory limit, a dtype, and a table of times, some measured,
@@ -1933,476 +1939,6 @@ checks.check_clock(after_repair, seed=46)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 4.10 · FlashAttention-4: fewer exponentials, fewer rescalings
-#
-# *Further (optional), 30 minutes.* On a B200 a multiprocessor does 8,192 FLOPs in a cycle, and 16 exponentials. At
-# `head_dim` 128 an entry of a tile needs 512 FLOPs and one exponential, so both take equally long ([chapter
-# 5](../theory/05-from-v1-to-v4.md#version-4-fewer-exponentials-fewer-rescalings)). FlashAttention-4 computes some
-# exponentials on the units for ordinary arithmetic, and skips most multiplications of $O$. While a softmax runs, tensor
-# cores can wait; this was measured in the lab's kernel on an H200:
-#
-# ![Three timelines, measured. One consumer: tensor cores busy 44% of the time. Two consumers: each has its products while the other has its softmax, 73%. In turns: 76%](../theory/figures/versions-timeline.png)
-#
-# **A power of two without an exponential.** $2^{-2.75} = 2^{-3} \cdot 2^{0.25}$: a whole power, and a fraction $f$ from 0 to 1. Look at the
-# bits of float32 numbers (sign, exponent, significand) that differ by a whole power:
-
-# %% tags=["nbval-check-output"]
-for number in (2**0.25, 2**1.25, 2**-2.75):
-    bits = f"{torch.tensor(number).view(torch.int32).item():032b}"
-    print(f"{number:.4f} = {bits[0]} {bits[1:9]} {bits[9:]}, exponent {int(bits[1:9], 2)}")
-
-
-# %% [markdown]
-# The significand stays the same, and the exponent changes by the whole power. The exponent begins at bit 23, so adding
-# $n$ there multiplies by $2^n$. Only $2^f$ is left, and a polynomial approximates it. This one is exact at `degree + 1`
-# places, Chebyshev's nodes:
-
-
-# %%
-def exp2_polynomial(degree):
-    """Coefficients of a polynomial near 2^f on [0, 1], the highest power first."""
-    k = torch.arange(degree + 1, dtype=torch.float64)
-    nodes = (1 - torch.cos(math.pi * (k + 0.5) / (degree + 1))) / 2
-    return torch.linalg.solve(torch.vander(nodes), torch.exp2(nodes)).tolist()
-
-
-# %% [markdown]
-# **Predict first**: the weights $P$ are rounded to bfloat16 (an error of up to $2^{-8}$) before they are multiplied by
-# $V$. Which degree has an error below that, and which one is below the rounding of float32, $2^{-24}$?
-
-# %%
-predicted_degrees = None  # your guess, two integers
-
-
-# %% [markdown]
-# ### Exercise 4-7 · Two tricks of FlashAttention-4
-# ●●○ · 25 minutes · 0 points (optional)
-#
-# #### Step 1 · Powers of two · 12 minutes
-#
-# | function | takes | returns |
-# | --- | --- | --- |
-# | `exp2_by_bits(x, coefficients)` | `x`: float32, any shape, up to 126; `coefficients`: a list of numbers, the highest power first | $2^n p(f)$, like `x`: $n$ the largest integer that is not above $x$, $f = x - n$, and $p$ the polynomial |
-# | `smallest_degree(polynomials, dtype)` | a list of such lists, of degrees 1, 2, 3 ...; a `torch.dtype` | the degree of the first polynomial with a largest relative error, for $f$ from 0 to 1, of at most `torch.finfo(dtype).eps / 2`; 0 if there is none |
-#
-# `exp2_by_bits` calls no exponential. Hidden keys have the score -inf. If $2^x$ is below $2^{-126}$, return anything
-# from 0 to $2^{-126}$. `smallest_degree` computes in float64, on about 1,000 places.
-#
-# <details><summary>Hint 1: a nudge</summary>
-#
-# What is -2.75 rounded down, and what is left? What does -inf do to both? FlashAttention-4 never lets `x` fall below
-# -127.
-#
-# <details><summary>Hint 2: the idea</summary>
-#
-# `x.view(torch.int32)` reads the bits of a float32 tensor as integers, and `.view(torch.float32)` goes back. (`.to` converts the *value*.)
-# Integers have `<<`. For a polynomial, Horner: begin with zeros; for each coefficient multiply by $f$, and add it.
-#
-# <details><summary>Hint 3: an outline</summary>
-#
-# ```text
-# exp2_by_bits      keep x at -127 or above;  n: x rounded down;  f: the rest
-#                   the polynomial at f, by Horner's rule
-#                   its bits as an integer, plus n moved to bit 23;  at least 0;  read as float32 again
-# smallest_degree   places f in float64;  for each polynomial: its ratio to the true power, less 1
-#                   the first whose largest absolute value is small enough: one less than it has coefficients
-# ```
-# </details>
-# </details>
-# </details>
-
-
-# %% nbgrader={"grade": false, "grade_id": "ex-4-7-exp2", "locked": false, "schema_version": 3, "solution": true, "task": false}
-def exp2_by_bits(x, coefficients):
-    """2^x from a polynomial and the exponent's bits, float32."""
-    ### BEGIN SOLUTION
-    x = x.clamp(min=-127.0)
-    n = x.floor()
-    f = x - n
-    p = torch.zeros_like(f)
-    for c in coefficients:
-        p = p * f + c
-    bits = p.view(torch.int32) + (n.to(torch.int32) << 23)
-    return bits.clamp(min=0).view(torch.float32)  # p(0) < 1 and n = -127: below 0
-    ### END SOLUTION
-
-
-def smallest_degree(polynomials, dtype):
-    """The first degree with an error of at most a rounding to dtype; 0 for none."""
-    ### BEGIN SOLUTION
-    f = torch.linspace(0, 1, 1001, dtype=torch.float64)
-    for coefficients in polynomials:
-        p = torch.zeros_like(f)
-        for c in coefficients:
-            p = p * f + c
-        if (p / torch.exp2(f) - 1).abs().max() <= torch.finfo(dtype).eps / 2:
-            return len(coefficients) - 1
-    return 0
-    ### END SOLUTION
-
-
-# %% nbgrader={"grade": true, "grade_id": "ex-4-7-exp2-bits", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_exp2_bits(exp2_by_bits)
-### BEGIN HIDDEN TESTS
-checks.check_exp2_bits(exp2_by_bits, seed=71)
-### END HIDDEN TESTS
-
-# %% nbgrader={"grade": true, "grade_id": "ex-4-7-exp2-degree", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_smallest_degree(smallest_degree)
-### BEGIN HIDDEN TESTS
-checks.check_smallest_degree(smallest_degree, seed=72)
-### END HIDDEN TESTS
-
-# %% [markdown]
-# Now use your exponential in a softmax with 256 queries and 1,024 keys, where $P$ is rounded to bfloat16. How large is
-# the output's error for each degree?
-
-# %% tags=["nbval-check-output"]
-own_exp2 = checks.solution_or_reference(
-    exp2_by_bits, checks.ex_4_7_two_tricks.exp2_by_bits, checks.check_exp2_bits
-)
-own_degree = checks.solution_or_reference(
-    smallest_degree, checks.ex_4_7_two_tricks.smallest_degree, checks.check_smallest_degree
-)
-polynomials = [exp2_polynomial(degree) for degree in range(1, 9)]
-names = ("bfloat16", "float16", "float32")
-degrees = {name: own_degree(polynomials, getattr(torch, name)) for name in names}
-print("below the rounding, from degree:", degrees, "  you predicted:", predicted_degrees)
-
-generator = torch.Generator().manual_seed(0)
-s = math.log2(math.e) * torch.randn(256, 1024, generator=generator)
-some_v = torch.randn(1024, 64, generator=generator)
-exact = (math.log(2) * s.double()).softmax(-1) @ some_v.double()
-below = s - s.amax(-1, keepdim=True)
-powers = {f"degree {d}": own_exp2(below, polynomials[d - 1]) for d in (1, 2, 3, 4)}
-for name, p in {**powers, "exp2": torch.exp2(below)}.items():
-    output = (p.bfloat16().float() @ some_v) / p.sum(-1, keepdim=True)
-    print(f"{name:8} output {((output - exact).norm() / exact.norm()).item():.1%} off")
-
-# %%
-f = torch.linspace(0, 1, 400)
-figure = plotting.Chart(figsize=(7.2, 3))
-axes = figure.subplots()
-for degree in (1, 2, 3, 4):
-    off = (own_exp2(f, polynomials[degree - 1]) / torch.exp2(f) - 1).abs()
-    axes.semilogy(f, off.clamp(min=1e-8), label=f"degree {degree}")
-axes.axhline(2**-8, color="black", linestyle=":", label="rounding to bfloat16")
-axes.set(xlabel="f", ylabel="relative error of $2^f$")
-axes.legend(ncols=3, fontsize=8)
-figure.headline(
-    f"From degree {degrees['bfloat16']} on, the error is below bfloat16's rounding",
-    "by exp2_by_bits, 400 places",
-)
-figure
-
-
-# %% [markdown]
-# Degree 2 is just below bfloat16's rounding, so the two errors add up. Degree 3 is 40 times below, and the output is as
-# good as with the true power. FlashAttention-4 uses degree 3. float32 itself would need degree 6, with twice the
-# arithmetic. (The package moves only a part of a tile's exponentials, because the units for arithmetic have other
-# work.)
-#
-# **Rescaling less often.** Softmax is a quotient. Divide weights and sum by *any* reference $2^r$ that a row uses for
-# all its keys, and the quotient stays the same:
-#
-# $$O_i = \frac{\sum_j 2^{s_{ij} - r_i}\, V_j}{\sum_j 2^{s_{ij} - r_i}}$$
-#
-# The running maximum is the safest reference, since no weight exceeds 1. In FlashAttention-4 $r$ changes only if the
-# maximum has risen by *more* than 8. Until then weights reach at most $2^8 = 256$. For example, take tiles of scores
-# (0, 1), (3, 1) and (12, 0). First $r = 1$. The score 3 is 2 above it, so $r$ stays, and the weights are $2^2$ and
-# $2^0$. The score 12 is 11 above it, so $r = 12$, and all older terms shrink by $2^{1 - 12}$.
-#
-# #### Step 2 · A reference that lags · 13 minutes
-#
-# `lazy_update(r, l, o, s, v, threshold) -> (r, l, o, rescaled)` takes one tile of keys into the running result:
-#
-# | | shape | |
-# | --- | --- | --- |
-# | `r`, `l` | `(rows,)` | the reference and the sum of weights; -inf and 0 while a row has seen no key |
-# | `o` | `(rows, head_dim)` | the sum of weights times values, *not* divided by `l` |
-# | `s` | `(rows, keys)` | scores in powers of two (multiplied by $\log_2 e$ already); -inf hides a key |
-# | `v` | `(keys, head_dim)` | values |
-# | `threshold` | a number | where the largest score of the row is more than this above `r`, `r` becomes that score; elsewhere `r` stays |
-# | `rescaled` | `(rows,)`, bool | where `r` moved, and there was something to rescale: not at a row's first keys |
-#
-# Each row decides separately. A row that has seen no key keeps -inf, 0 and zeros.
-#
-# <details><summary>Hint 1: a nudge</summary>
-#
-# It is the update of exercise 4-3, step 3, with another choice of the new reference. If the reference stays, what is
-# the factor of the old terms?
-#
-# <details><summary>Hint 2: the idea</summary>
-#
-# `torch.where(condition, a, b)` chooses row by row. After the choice, continue as before: factor, weights, `l`, `o`.
-# What is -inf minus -inf, and which comparison does NaN pass? Only the subtraction needs care: subtract 0 where the new
-# reference is -inf.
-#
-# <details><summary>Hint 3: an outline</summary>
-#
-# ```text
-# highest   the row's largest score in this tile
-# moves     highest is more than threshold above r
-# new r     highest where it moves, the old r elsewhere
-# factor    2^(old r - new r)        weights   2^(s - new r), row by row
-# l, o      times factor, plus what the tile adds
-# rescaled  moves, and the old r was finite
-# ```
-# </details>
-# </details>
-# </details>
-
-
-# %% nbgrader={"grade": false, "grade_id": "ex-4-7-lazy", "locked": false, "schema_version": 3, "solution": true, "task": false}
-def lazy_update(r, l, o, s, v, threshold):
-    """One tile of keys into the running result; which rows were rescaled."""
-    ### BEGIN SOLUTION
-    top = s.amax(dim=-1)
-    rises = top - r > threshold  # False for NaN: no key so far, none in this tile
-    new = torch.where(rises, top, r)
-    safe = new.masked_fill(new == -torch.inf, 0.0)
-    alpha = torch.exp2(r - safe)
-    p = torch.exp2(s - safe[:, None])
-    l = l * alpha + p.sum(dim=-1)
-    o = o * alpha[:, None] + p @ v
-    return new, l, o, rises & (r > -torch.inf)
-    ### END SOLUTION
-
-
-# %% nbgrader={"grade": true, "grade_id": "ex-4-7-lazy-values", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_lazy_update(lazy_update)
-### BEGIN HIDDEN TESTS
-checks.check_lazy_update(lazy_update, seed=73)
-### END HIDDEN TESTS
-
-# %% nbgrader={"grade": true, "grade_id": "ex-4-7-lazy-edges", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_lazy_edges(lazy_update)
-### BEGIN HIDDEN TESTS
-checks.check_lazy_edges(lazy_update, seed=74)
-### END HIDDEN TESTS
-
-# %% [markdown]
-# Now count rescalings. 512 queries meet 4,096 keys in 64 tiles. A *warp* is 32 rows here, and may skip a rescaling only
-# if none of its rows needs it. There are three kinds of scores: random ones, random ones that are 8 times as large, and
-# rising ones, where each tile's scores are 2 above those of the tile before. **Predict first**: in how many of the 63
-# tiles after the first is a *row* of random scores rescaled, without a threshold and with 8? And a row of rising ones?
-
-# %%
-predicted_rescalings = None  # your guess: four numbers
-
-# %%
-own_update = checks.solution_or_reference(
-    lazy_update,
-    checks.ex_4_7_two_tricks.lazy_update,
-    checks.check_lazy_update,
-    checks.check_lazy_edges,
-)
-
-
-def count_rescalings(s, v, threshold, tile=64):
-    """The output, and in which tiles after the first each row was rescaled, (rows, tiles)."""
-    rows, keys = s.shape
-    r, l, o = torch.full((rows,), -torch.inf), torch.zeros(rows), torch.zeros(rows, v.shape[1])
-    marks = []
-    for start in range(0, keys, tile):
-        these = slice(start, start + tile)
-        r, l, o, rescaled = own_update(r, l, o, s[:, these], v[these], threshold)
-        marks.append(rescaled)
-    return o / l[:, None], torch.stack(marks[1:], dim=-1)
-
-
-# %% tags=["nbval-check-output"]
-random_s = math.log2(math.e) * torch.randn(512, 4096, generator=generator)
-v2 = torch.randn(4096, 32, generator=generator)
-scores = {
-    "random": random_s,
-    "8 times as large": 8 * random_s,
-    "rising": random_s + 2 * (torch.arange(4096) // 64),
-}
-print("you predicted:", predicted_rescalings)
-print("rescalings in 63 tiles              a row   a warp")
-counted = {}
-for name, s in scores.items():
-    exact = (math.log(2) * s.double()).softmax(-1) @ v2.double()
-    for threshold in (0, 8, 1000):
-        output, rows = count_rescalings(s, v2, threshold)
-        warps = counted[f"{name}, threshold {threshold}"] = rows.view(16, 32, 63).any(dim=1)
-        a_row, a_warp = (marks.sum() / len(marks) for marks in (rows, warps))
-        close = "exact" if torch.allclose(output.double(), exact, atol=1e-5) else "WRONG"
-        print(f"{name:17} threshold {threshold:4} {a_row:9.1f} {a_warp:8.1f}   {close}")
-
-# %%
-shown_counts = {name: marks for name, marks in counted.items() if "1000" not in name}
-plain, lazy = (shown_counts[f"random, threshold {t}"].float().mean() for t in (0, 8))
-plotting.plot_rescalings(
-    shown_counts,
-    title=f"Random scores: {plain:.0%} of tiles rescaled without a threshold, {lazy:.0%} with 8",
-    small_print="counted with lazy_update: 512 queries in 16 warps, 63 tiles of 64 keys",
-)
-
-
-# %% [markdown]
-# Without a threshold a row's maximum rises less than four times, but a warp rescales in two tiles of three, because
-# nearly always one of its 32 rows needs it. With 8, random scores of the usual size never need it; those 8 times as large need it
-# once a row. Rising scores need it often. Each rescaling raises $r$ by *more* than 8, so a row has fewer than (last maximum - first one) / 8 of them, here 13 instead of 62.
-# But the rows of a warp soon rescale in different tiles, so the warp gains little. In this order the threshold helps
-# little; in a random one it saves every rescaling, or half of a warp's if scores are large.
-#
-# The outputs are exact, because `o` and `l` use the same $r$ when one is divided by the other. No step needs the true
-# maximum. The log-sum-exp is $r + \log_2 l$, with that same $r$. There is one exception, the threshold of 1000: a
-# reference that never changes
-# lets the weights grow until float32 overflows, at $2^{128}$. In float16 that would be $2^{16}$. FlashAttention-4 uses
-# 8 for 16-bit inputs, and 0 for 8-bit ones.
-
-# %% [markdown]
-# ## 4.11 · Reading a profile
-#
-# *Further (optional), 15 minutes.* Before you change a slow program, ask two questions. Does the GPU wait for the
-# program? Then a faster kernel is of no use. If not, what do the warps of the kernel wait for? A *trace* of PyTorch's
-# profiler answers the first question, a report of Nsight Compute the second. Both were recorded on an H100.
-#
-# Python launches one kernel after the other, and each launch takes the CPU some microseconds. If a kernel ends
-# before the next one is launched, the GPU waits: this is a *launch gap*. Kernels on different *streams* may run at
-# the same time, for example a product and a copy of the next inputs.
-#
-# ### Exercise 4-8 · Gaps and stalls
-# ●●○ · 10 minutes · 0 points (optional)
-#
-# | function | takes | returns |
-# | --- | --- | --- |
-# | `launch_gap(trace)` | a DataFrame: a row for each kernel or copy, in any order, with `start_us`, `duration_us`, `name`, `stream` | the share of the time from the first start to the last end in which no stream runs anything |
-# | `stall(report, kernel)` | a DataFrame: a row for each launch and reason, with `launch`, `kernel`, `reason`, `cycles`; a kernel's full name | the reason for which this kernel's warps wait longest, and its share of all their waiting |
-#
-# `cycles` is the average time that a warp waited for this reason between two instructions. `"selected"` is not a wait: in this
-# cycle the warp issues an instruction. `"not_selected"` *is* a wait. If a kernel has several launches, average each reason's
-# cycles over them; a launch without a row for a reason did not measure it, so average over the others. Leave both DataFrames
-# as they are.
-#
-# <details><summary>Hint 1: a nudge</summary>
-#
-# A copy runs from 10 to 70 µs, and two kernels from 30 to 35 and from 40 to 50. For how long does something run? Why is the sum of the
-# durations wrong, and why is the end of the last row not the end of the time?
-#
-# <details><summary>Hint 2: the idea</summary>
-#
-# Sort by `start_us`, and go through the rows with the latest end so far. How much of a row lies after that end? For `stall`, `groupby("reason")`
-# gives each reason's mean, and `idxmax` the name of the largest.
-#
-# <details><summary>Hint 3: an outline</summary>
-#
-# ```text
-# launch_gap   latest = before everything; busy = 0
-#              for each row, by start:  busy += what lies after both its start and latest, at least 0
-#                                       latest = the later one of latest and its end
-#              1 - busy / (latest - first start)
-# stall        rows of this kernel, without "selected"; mean of each reason
-#              the largest one's name; the largest over the sum
-# ```
-# </details>
-# </details>
-# </details>
-
-
-# %% nbgrader={"grade": false, "grade_id": "ex-4-8-profile", "locked": false, "schema_version": 3, "solution": true, "task": false}
-def launch_gap(trace):
-    """The share of the time in which no stream works."""
-    ### BEGIN SOLUTION
-    rows = trace.sort_values("start_us")
-    first, busy, end = rows["start_us"].min(), 0.0, -math.inf
-    for start, duration in zip(rows["start_us"], rows["duration_us"], strict=True):
-        stop = start + duration
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return 1 - busy / (end - first)
-    ### END SOLUTION
-
-
-def stall(report, kernel):
-    """The top stall reason of a kernel, and its share of the waiting."""
-    ### BEGIN SOLUTION
-    own = report[report["kernel"] == kernel]
-    waits = own[own["reason"] != "selected"].groupby("reason")["cycles"].mean()
-    return str(waits.idxmax()), float(waits.max() / waits.sum())
-    ### END SOLUTION
-
-
-# %% nbgrader={"grade": true, "grade_id": "ex-4-8-profile-gap", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_launch_gap(launch_gap)
-### BEGIN HIDDEN TESTS
-checks.check_launch_gap(launch_gap, seed=48)
-### END HIDDEN TESTS
-
-# %% nbgrader={"grade": true, "grade_id": "ex-4-8-profile-stall", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
-checks.check_stall(stall)
-### BEGIN HIDDEN TESTS
-checks.check_stall(stall, seed=49)
-### END HIDDEN TESTS
-
-# %% [markdown]
-# The recorded trace has calls with 256 and with 8,192 tokens (16 heads of 64, bfloat16): the textbook's four kernels, the
-# same as a CUDA graph, the textbook beside a copy of the next inputs, and PyTorch's FlashAttention. **Predict first**:
-# for what share of the time does the GPU wait in the textbook's calls with 256 tokens?
-
-# %%
-predicted_waiting = None  # your guess, a number between 0 and 1
-
-# %%
-own_gap = checks.solution_or_reference(
-    launch_gap, checks.ex_4_8_profile.launch_gap, checks.check_launch_gap
-)
-own_stall = checks.solution_or_reference(stall, checks.ex_4_8_profile.stall, checks.check_stall)
-timeline = load_run("trace-h100").query("status == 'ok'")
-waiting = {key: own_gap(rows) for key, rows in timeline.groupby(["call", "tokens"], sort=False)}
-checks.compare_prediction(
-    "Waiting, textbook, 256 tokens", predicted_waiting, waiting["textbook", 256], possible=(0, 1)
-)
-pd.Series(waiting).unstack().rename_axis(columns="GPU waits, with tokens").map("{:.0%}".format)
-
-# %%
-plotting.plot_launches(
-    timeline[timeline.tokens == 256],
-    title=f"256 tokens: the GPU waits {waiting['textbook', 256]:.0%} of the time, "
-    f"in a CUDA graph {waiting['textbook, CUDA graph', 256]:.0%}",
-    small_print="recorded: NVIDIA H100, five calls each; dark: the main stream, light: copies",
-)
-
-# %% [markdown]
-# A short call is as slow as its launches, whatever the kernels do. FlashAttention launches one kernel where the
-# textbook launches four: it takes less time, but the GPU still waits between its calls. A CUDA graph launches all four
-# together; then most of what remains lies between the calls. Larger batches help, too, and `torch.compile` can do all
-# three. A copy on a
-# separate stream fills gaps only if the program launches it early enough. Here it is too late: the kernels wait for the
-# copies, and five calls take three times as long. The waiting *share* falls only because copies count as work. With
-# 8,192 tokens each kernel takes longer
-# than the next launch: the CPU is always ahead, and only a faster kernel helps. So look inside, at 4,096 tokens:
-
-# %%
-report = load_run("stalls-h100").query("status == 'ok'")
-passes = ("QKᵀ", "scale", "softmax", "PV")
-rows = [
-    (backend, passes[n] if backend == "standard" else "all", *own_stall(own, own.kernel.iloc[0]))
-    for (backend, n), own in report.groupby(["backend", "launch"], sort=False)
-]
-stalls = pd.DataFrame(rows, columns=["backend", "kernel for", "waits most for", "share"])
-stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_numpy())
-
-# %% [markdown]
-# | reason | a warp waits |
-# | --- | --- |
-# | `long_scoreboard` | for data from L2 or HBM: the kernel is short of bandwidth, or loads too late |
-# | `short_scoreboard`, `mio_throttle` | for shared memory, or for exponentials |
-# | `math_pipe_throttle`, `gmma` | for tensor cores that are busy, which is good |
-# | `wait` | a fixed number of cycles, for the instruction before: normal in dense arithmetic |
-# | `barrier` | for other warps of its program |
-# | `not_selected` | for its turn: it is ready, but so is another warp |
-#
-# The textbook's two products and its scaling wait for memory: they are bound by the $N \times N$ numbers that they write or read, and
-# their tensor cores idle. A third of the softmax's waiting is for its turn: usually some warp is ready. In PyTorch's
-# FlashAttention (`sdpa_flash`) the largest share is `wait`, the latency of instructions that depend on each other, as
-# in any dense arithmetic. The lab's Triton kernel has no such peak: its largest share, little more than
-# a quarter, is waiting for loads. [Chapter 8](../theory/08-performance-model.md#reading-a-kernels-counters) reads a report further.
-
-# %% [markdown]
 # ## What you measured
 #
 # - A profiler shows how much of textbook attention's time goes to the softmax, which has hardly any FLOPs. It cannot see inside
@@ -2412,9 +1948,6 @@ stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_nu
 # - The kernel's core is a few lines. Tiles, resources and overlap decide its speed.
 # - Two numbers predict a fused kernel within some percent, if nothing else changes; a term for the diagonal is missing. Held-out
 #   rows show this, fitted ones would not.
-# - If the result is rounded to bfloat16, a polynomial of degree 3 can replace the exponential. A reference that lags keeps the
-#   output exact, and saves many rescalings when scores are in random order: all if they are small, half of a warp's if
-#   they are large.
 # - The best implementation depends on length, dtype, mask and device. Choose by a table of measurements and a rule for ties.
 #
 # ### Three questions
@@ -2449,6 +1982,8 @@ stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_nu
 #   CUTLASS (`flash_fwd_kernel.h` the forward, `flash_bwd_kernel.h` the backward), `hopper/` is version 3, `flash_attn/cute/` version
 #   4, in Python. PyTorch: `aten/src/ATen/native/cpu/FlashAttentionKernel.cpp` is the one that ran here on a CPU.
 # - NVIDIA's CUTLASS, and CuTe in it, whose documentation explains the layouts that you meet in those files.
+# - [FlashAttention-4](further/flashattention-4.ipynb), with exercise 4-7, and [reading a profile](further/profiles.ipynb),
+#   with exercise 4-8.
 # - To try: `trace` on a step of your own program, and `labsupport compare` on the next GPU that you get hold of.
 #
 # **The end of the lab.** 28 + 24 + 24 + 24 points, if all checks say `[ok]`. You began with three lines that needed

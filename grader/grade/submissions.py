@@ -53,10 +53,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Pristine:
-    """A solved notebook: its name, and all of its cells."""
+    """A solved notebook: its name, all of its cells, and whether its points are a bonus."""
 
     name: str
     cells: tuple[Cell, ...]
+    bonus: bool = False
 
     @property
     def solutions(self) -> dict[str, Cell]:
@@ -82,7 +83,8 @@ def pristine_notebooks(folder: Path | None = None) -> dict[str, Pristine]:
 def read_solved(path: Path) -> Pristine:
     """Read a solved notebook."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return Pristine(path.stem, tuple(_cell(cell, trusted=True) for cell in cells))
+    bonus = path.parent.name == "further"
+    return Pristine(path.stem, tuple(_cell(cell, trusted=True) for cell in cells), bonus)
 
 
 def parse(data: bytes) -> tuple[Cell, ...]:

@@ -76,10 +76,13 @@ def grades_csv(course: Course) -> str:
 def points_csv(course: Course) -> str:
     """Write a row for each student: points of each notebook, all together, and each exercise.
 
-    A notebook that a student did not hand in is empty, and counts as 0 in the total.
+    Points of `further/` are in the column "bonus", not in the total. A notebook that a student did
+    not hand in is empty, and counts as 0 in the total.
     """
     exercises = [(name, q.exercise) for name in course.questions for q in course.questions[name]]
-    header = ["student", *course.questions, "total", "out_of", *(name for _, name in exercises)]
+    apart = ["bonus"] if course.bonus else []
+    header = ["student", *course.questions, "total", "out_of", *apart]
+    header += [name for _, name in exercises]
 
     def row(student: str) -> list[str]:
         own = {result.notebook: result for result in course.of_student(student)}
@@ -88,6 +91,7 @@ def points_csv(course: Course) -> str:
             *(points(own[name].earned) if name in own else "" for name in course.questions),
             points(course.total(student)),
             points(course.out_of()),
+            *(points(course.extra(student)) for _ in apart),
             *(points(earned(own[nb], name)) if nb in own else "" for nb, name in exercises),
         ]
 

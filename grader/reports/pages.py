@@ -37,7 +37,7 @@ _MISTAKES = ("failed", "died", "timeout")
 # A flag of this kind is about the machine that graded, and the same for all submissions.
 OF_THE_MACHINE = "not confined"
 _NUMBER = re.compile(r"(?<![\w.])-?(\d+(\.\d+)?(e[+-]?\d+)?|nan|inf)(?![\w])", re.IGNORECASE)
-_CARD = re.compile(r"^### (Exercise .+)\n+(.*)", re.MULTILINE)
+_CARD = re.compile(r"^##+ (Exercise .+)\n+(.*)", re.MULTILINE)
 _CHAPTER = re.compile(r"\(([\w-]+\.md)[#)]")
 _CHECK = re.compile(r"\bchecks\.(check_\w+)\(")
 # The docstring of a check repeats which exercise it belongs to.
@@ -117,6 +117,7 @@ class Course:
     results: tuple[SubmissionResult, ...]
     questions: Mapping[str, Sequence[Question]]
     class_list: ClassList = NO_CLASS
+    bonus: frozenset[str] = frozenset()  # notebooks whose points are shown apart
 
     @classmethod
     def of(
@@ -135,7 +136,10 @@ class Course:
         ordered = sorted(latest.values(), key=lambda r: (*_by_name(r.student), r.notebook, r.path))
         asked = pristine_notebooks(notebooks)
         names = sorted(asked.keys() & {r.notebook for r in ordered})
-        return cls(tuple(ordered), {name: questions_of(asked[name]) for name in names}, class_list)
+        bonus = frozenset(name for name in names if asked[name].bonus)
+        names.sort(key=bonus.__contains__)  # further ones last
+        questions = {name: questions_of(asked[name]) for name in names}
+        return cls(tuple(ordered), questions, class_list, bonus)
 
     @property
     def students(self) -> list[str]:
@@ -149,17 +153,21 @@ class Course:
         return sorted(set(self.class_list.rows) - there, key=_by_name)
 
     def out_of(self, name: str = "") -> float:
-        """Return the points that a notebook is worth, or all of them together."""
-        chosen = self.questions.values() if not name else [self.questions.get(name, ())]
-        return sum(question.total for questions in chosen for question in questions)
+        """Return the points that a notebook is worth, or all without a bonus together."""
+        chosen = [name] if name else self.questions.keys() - self.bonus
+        return sum(q.total for one in chosen for q in self.questions.get(one, ()))
 
     def of_student(self, student: str) -> list[SubmissionResult]:
         """Return a student's notebooks in order."""
         return [r for r in self.results if r.student == student]
 
     def total(self, student: str) -> float:
-        """Return all points of a student."""
-        return sum(result.earned for result in self.of_student(student))
+        """Return a student's points, without a bonus."""
+        return sum(r.earned for r in self.of_student(student) if r.notebook not in self.bonus)
+
+    def extra(self, student: str) -> float:
+        """Return a student's bonus points."""
+        return sum(r.earned for r in self.of_student(student) if r.notebook in self.bonus)
 
     def graded(self, name: str) -> list[SubmissionResult]:
         """Return the submissions of one notebook that were run."""
@@ -308,6 +316,7 @@ def student_page(course: Course, student: str) -> str:
     first exercise with a mistake, else the first without all points.
     """
     notebooks = [_notebook(course, result) for result in course.of_student(student)]
+    theirs = {notebook["result"].notebook for notebook in notebooks} - {""}
     left = [
         {"notebook": notebook["result"].notebook, **exercise}
         for notebook in notebooks
@@ -321,9 +330,9 @@ def student_page(course: Course, student: str) -> str:
         notebooks=notebooks,
         next=next(iter(wrong or left), None),
         earned=course.total(student),
-        out_of=sum(
-            course.out_of(name) for name in {n["result"].notebook for n in notebooks} - {""}
-        ),
+        out_of=sum(course.out_of(name) for name in theirs - course.bonus),
+        bonus=course.extra(student),
+        bonus_out_of=sum(course.out_of(name) for name in theirs & course.bonus),
     )
 
 

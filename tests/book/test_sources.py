@@ -130,4 +130,4 @@ def test_the_notebooks_of_the_lab_become_pages():
         text = "\n".join("".join(cell["source"]) for cell in cells)
         assert "HIDDEN TESTS" not in text
         assert "BEGIN SOLUTION" not in text
-        assert text.count("Show the solution") >= 5
+        assert text.count("Show the solution") >= 1

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from labsupport.paths import notebooks_in
 from tests.browser.book_site import BOOK, CHAPTERS, NOTEBOOKS, PAGES, fits, opened, violations
 
 pytestmark = pytest.mark.browser
@@ -11,7 +12,10 @@ pytestmark = pytest.mark.browser
 
 def test_the_book_has_every_chapter_and_every_notebook(project):
     made = {f"theory/{path.stem}.html" for path in (project / "theory").glob("*.md")}
-    made |= {f"notebooks/{path.stem}.html" for path in (project / "notebooks").glob("*.ipynb")}
+    made |= {
+        str(path.relative_to(project).with_suffix(".html"))
+        for path in notebooks_in(project / "notebooks")
+    }
     assert made | {"index.html", "search.html"} <= set(PAGES)
     assert NOTEBOOKS
     assert CHAPTERS

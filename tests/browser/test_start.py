@@ -10,7 +10,7 @@ def test_the_printed_address_shows_the_notebooks_and_asks_nothing(lab, page, stu
     page.goto(lab.address)
     files = page.locator(".jp-DirListing-itemName")
     notebooks = sorted(path.name for path in (project / "notebooks").glob("*.ipynb"))
-    expect(files).to_have_text(["theory", *notebooks, "Checklist.md"])
+    expect(files).to_have_text(["further", "theory", *notebooks, "Checklist.md"])
     assert_nothing_asks(page)
 
     files.filter(has_text=notebooks[0]).dblclick()

@@ -50,14 +50,10 @@ def test_a_rotation_halves_the_error_of_fp8_where_two_channels_are_large_and_blo
 @pytest.mark.slow
 def test_float16_learns_with_a_scaled_loss_only_and_bfloat16_needs_masters_and_no_scale():
     """The notebook's own section, with the student's functions: 500 small steps."""
-    (path,) = notebooks_dir().glob("02*.ipynb")
-    cells = jupytext.read(path).cells
-    heads = [cell.source.split("\n")[0] for cell in cells]
-    section = slice(heads.index("## 2.16 · Training in low precision"),
-                    heads.index("## What you measured"))  # fmt: skip
+    cells = jupytext.read(notebooks_dir() / "further/low-precision-training.ipynb").cells
     names = {"pd": pd, "checks": checks, "plotting": plotting, "PrecisionTracker": PrecisionTracker}
     names |= {"apply_precision_policy": apply_precision_policy, **KNOWN}
-    for cell in cells[section]:
+    for cell in cells:
         if cell.cell_type == "code":
             exec(cell.source, names)
     runs, off = names["runs"], names["off"]

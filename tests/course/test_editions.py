@@ -19,14 +19,14 @@ from tests.grader.leaks import leaks, secret_lines
 def handed_out(tmp_path_factory):
     """The notebooks that `labsupport release` writes: the student edition of all."""
     course = write_project(tmp_path_factory.mktemp("handed-out"))
-    return sorted((course / "notebooks").iterdir())
+    return notebooks_in(course / "notebooks")
 
 
 @pytest.mark.parametrize("source", notebooks_in(notebooks_dir()), ids=lambda p: p.stem)
 def test_no_secret_line_of_any_notebook_is_anywhere_in_what_is_handed_out(handed_out, source):
     # Anywhere: in texts, outputs, metadata, attachments, and in the files of the other notebooks.
     secrets = secret_lines(nbformat.read(source, as_version=4))
-    assert len(secrets) >= 20
+    assert len(secrets) > 10
     assert {file.name: leaks(secrets, file) for file in handed_out} == {
         file.name: [] for file in handed_out
     }

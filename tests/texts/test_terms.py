@@ -38,7 +38,7 @@ def wrong_forms(passage: texts.Passage, term: dict) -> list[str]:
 
 
 def applies(term: dict, path: Path) -> bool:
-    docstrings = path.suffix == ".py" and path.parent.name != "notebooks"
+    docstrings = path.suffix == ".py" and "notebooks" not in path.parts
     return not (docstrings and term.get("where") == "pages")
 
 

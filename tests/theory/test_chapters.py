@@ -11,7 +11,7 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[2]
 CHAPTERS = sorted((PROJECT / "theory").glob("[0-9]*.md"))
 PAGES = sorted(
-    [*(PROJECT / "theory").glob("*.md"), *PROJECT.glob("*.md"), *PROJECT.glob("notebooks/*.py")]
+    [*(PROJECT / "theory").glob("*.md"), *PROJECT.glob("*.md"), *PROJECT.glob("notebooks/**/*.py")]
 )
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -51,7 +51,7 @@ def test_the_code_of_a_chapter_runs_and_prints_what_the_chapter_says(path):
 
 def test_the_figures_that_pages_show_are_those_that_the_scripts_draw(monkeypatch):
     shown = set()
-    notebooks = (PROJECT / "notebooks").glob("*.py")
+    notebooks = (PROJECT / "notebooks").glob("**/*.py")
     for path in [*(PROJECT / "theory").glob("*.md"), *notebooks, PROJECT / "README.md"]:
         for target in re.findall(r"!\[[^]]*\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
             if not re.match(r"[a-z]+:", target):

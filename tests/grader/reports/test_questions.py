@@ -42,5 +42,7 @@ def test_every_exercise_of_the_lab_has_a_card_and_every_check_says_what_it_asks(
             number = "-".join(question.exercise.split("-")[1:3])
             assert question.title.startswith(f"Exercise {number} · ")
             optional = "" if question.total else " (optional)"
-            assert question.card.endswith(f"· {question.total:.0f} points{optional}")
+            points = "bonus points" if notebook.bonus else "points"
+            words = f"· {question.total:.0f} {points}{optional}"
+            assert question.card.endswith(words if question.total != 1 else words.rstrip("s"))
             assert all(question.asks.values()), question.asks
