@@ -80,7 +80,7 @@ def orders(table: pd.DataFrame) -> list[str]:
         by_size = group.groupby(["batch", "seqlen"]).backend
         small_first = sorted(by_size, key=lambda item: (item[0] != (1, 1024), item[0][1]))
         names = " ".join("".join(letters[name] for name in backends) for _, backends in small_first)
-        rows.append(f'        {key}: "{names}",')
+        rows.append(f'    {key}: "{names}",')
     return sorted(rows)
 
 

@@ -1,7 +1,7 @@
 """Everything that only a GPU can run: `make test-gpu`, or `python scripts/gpu_tests.py [options]`.
 
-Options go to pytest. On a GPU the tests of attention take every combination of their cases; each
-result is judged by flash-attn's error rule. Ends with a table, and with a row for docs/versions.md.
+Options go to pytest. On a GPU the grids of tests/attention have up to 400 cases each, all judged
+by flash-attn's error rule. Ends with a table, and with a row for docs/versions.md.
 """
 
 import platform

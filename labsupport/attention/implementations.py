@@ -1,8 +1,8 @@
 """The table of implementations, and the limits by which each takes or refuses a call.
 
 To add one, write an adapter and add an entry to `BACKENDS`. `backend="auto"` takes the first that
-can run a call: in the order of `preferences.py` where the fastest were measured (H100, H200), then
-in the table's. cuDNN is preferred to flash-attn 2's kernels on Hopper and newer only, as in
+can run a call: in the order of `preferences.py` on Hopper, where the fastest were measured, then in
+the table's. cuDNN is preferred to flash-attn 2's kernels on Hopper and newer only, as in
 PyTorch's own choice.
 """
 

@@ -23,10 +23,11 @@ MASKS = [
 
 
 def covering(*axes):
-    """Each value of each axis in one case at least, shuffled; on a GPU the product of all axes."""
-    if GPU:
-        return list(itertools.product(*axes))
+    """Each value of each axis in one case at least, shuffled; on a GPU up to 400 combinations."""
     draw, length = random.Random(0), max(map(len, axes))
+    if GPU:
+        product = list(itertools.product(*axes))
+        return draw.sample(product, min(len(product), 400))
     columns = [(list(axis) * length)[:length] for axis in axes]
     for column in columns:
         draw.shuffle(column)

@@ -22,7 +22,8 @@ from labsupport.attention import (
 from labsupport.attention.backends import BACKENDS
 from labsupport.attention.backends import _choose as choose
 from labsupport.attention.call import AttentionCall
-from labsupport.attention.implementations import by_name, shape_comes_back
+from labsupport.attention.implementations import by_name, in_order, shape_comes_back
+from labsupport.attention.preferences import LENGTHS, NAMES, ORDERS, fastest
 from labsupport.attention.reference import masked_attention
 from tests.attention.cases import (
     DEVICES,
@@ -335,3 +336,20 @@ def test_float32_with_grouped_heads_takes_the_fastest_kernel_of_a_gpu(kv_heads):
     )  # fmt: skip
     assert last_call().backend == "sdpa_efficient"
     assert last_call().kernel.endswith("key heads repeated")
+
+
+def test_the_measured_order_depends_on_gradients_head_dim_mask_length_and_work():
+    def order(batch, seqlen, head_dim, causal, grad=False):
+        q = torch.empty(batch, seqlen, 2048 // head_dim, head_dim, device="meta")
+        return fastest(AttentionCall(q.requires_grad_(grad), q, q, causal=causal))
+
+    assert order(1, 512, 128, True)[0] == "sdpa_flash"
+    assert order(16, 1024, 128, True)[:2] == ["sdpa_cudnn", "flash_gluon"]
+    assert order(8, 2048, 128, True)[0] == "flash_gluon"
+    assert order(16, 1024, 64, False, grad=True)[0] == "fa4"
+    assert order(1, 100_000, 64, True) == ["fa4", "flash_gluon", "sdpa_cudnn", "sdpa_flash"]
+    for orders in ORDERS.values():
+        assert [sorted(order) for order in orders.split()] == [sorted(NAMES)] * (1 + len(LENGTHS))
+    q = torch.empty(1, 4, 2, 8)
+    call = AttentionCall(q, q, q)
+    assert in_order(BACKENDS, call) == list(BACKENDS)  # not measured on a CPU
