@@ -14,6 +14,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.architectures import build
 from labsupport.attention import available_backends
 from labsupport.models.integration import (
     AttentionRefusedError,
@@ -149,6 +150,28 @@ def test_autocast_gives_the_accuracy_of_its_dtype():
         set_attention(model, "flash")
         found = error(run(model, "left"), "llama", "left")
     assert BOUND < found <= 2 * theirs
+
+
+def test_sinks_have_no_gradient():
+    model = build("gpt_oss")
+    set_attention(model, "flash")
+    with pytest.raises(AttentionRefusedError, match=r"sinks.*have no gradient"):
+        model(tokens(1, 5)).logits.sum().backward()
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"cache_implementation": "static"}])
+def test_a_model_with_windows_generates_the_same_tokens(name, options):
+    model = build(name, windowed=True)
+    options = options | {"max_new_tokens": 8, "do_sample": False, "disable_compile": True}
+    inputs = {"inputs": tokens(2, 7), "attention_mask": padding(2, 7, "left")}
+    wanted = model.generate(**inputs, **options)
+    set_attention(model, "flash")
+    assert torch.equal(model.generate(**inputs, **options), wanted)
 
 
 # --- options of models ----------------------------------------------------------------------------
@@ -294,8 +317,9 @@ def test_inputs_that_a_model_s_attention_cannot_take_are_refused():
         (tokens(2, 2), short, "covers 2 tokens, but the model has seen 8"),
         (tokens(2, 3), {"past_key_values": past}, "end at slot 9, and the cache has 8"),
         (tokens(1, 4), {"attention_mask": torch.ones(1, 1, 4, 4).bool()}, "got a mask of shape"),
-        (tokens(2, 2), packed, "already holds 6 tokens"),
+        (tokens(2, 2), packed, "already has 6 tokens"),
         (tokens(1, 4), offsets, r"rise from 0 to 4.*\[0, 2, 5\]"),
+        (tokens(1, 5), offsets | {"cu_seq_lens_k": torch.tensor([0, 3, 5])}, "must be the same"),
         (tokens(2, 3), offsets | {"cu_seq_lens_q": torch.tensor([0, 6])}, "lie in two rows"),
         (tokens(1, 4), {"output_attentions": True}, "output_attentions=True"),
     ):

@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.architectures import build
 from labsupport.attention import (
     AttentionInputError,
     BackendUnavailableError,
@@ -124,6 +125,29 @@ def test_your_own_function_runs_in_every_family(family):
         assert (found - wanted)[valid].abs().max() < 2e-5
     used = {(use.backend, use.kernel, use.io_aware) for use in attention_used(model)}
     assert used == {("own", "own", None)}
+
+
+def test_your_own_function_gets_windows_and_documents_as_a_mask():
+    model, ids = tiny("mistral"), tokens(1, 9)
+    wanted = torch.cat([model(part).logits for part in ids.split([6, 3], dim=1)], dim=1)
+    set_attention(model, register_attention("own", own))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2]])
+    assert (model(ids, position_ids=positions).logits - wanted).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("backend", "refusal"),
+    [("flash", "flash_torch: cannot do softcap"), ("sdpa_flash", "sdpa_flash: cannot do softcap")],
+)
+def test_a_soft_cap_is_refused_by_name_where_no_kernel_has_it(backend, refusal):
+    model = build("gemma2")
+    set_attention(model, backend)
+    with pytest.raises(BackendUnavailableError, match=refusal):
+        model(tokens(1, 5))
+    model = build("gemma2", attn_logit_softcapping=None)
+    wanted = model(tokens(1, 5)).logits
+    set_attention(model, backend)
+    assert (model(tokens(1, 5)).logits - wanted).abs().max() < 2e-5
 
 
 def test_your_own_function_gets_a_mask_only_where_causality_does_not_say_it_all():

@@ -200,7 +200,13 @@ def _checked_mask(
         crosses = getattr(module, "is_cross_attention", False) or q_length != mask.end
         if crosses and not mask.causal:
             return mask
-        return split_documents(mask, options.get("position_ids"), options.get("cu_seq_lens_q"))
+        offsets, keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+        if keys is not None and (offsets is None or not torch.equal(keys, offsets)):
+            raise AttentionRefusedError(
+                "cu_seq_lens_k must be the same as cu_seq_lens_q: other keys than the queries' "
+                "tokens cannot be told apart."
+            )
+        return split_documents(mask, options.get("position_ids"), offsets)
     raise AttentionRefusedError(
         f"{_name(module)} needs a mask for {shape} (batch, 1, N_q, N_k), and got a mask of "
         f"shape {tuple(mask.shape)}: labsupport's attention takes padding as "

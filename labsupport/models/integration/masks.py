@@ -253,7 +253,7 @@ def split_documents(
         if q_length != mask.end:
             raise AttentionRefusedError(
                 "several sequences are packed in one row (position_ids or cu_seq_lens_q start "
-                f"again), and the cache already holds {mask.end - q_length} tokens: it is not known "
+                f"again), and the cache already has {mask.end - q_length} tokens: it is not known "
                 "whose they are. Pass a new cache."
             )
         if mask.chunk:

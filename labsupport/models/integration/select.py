@@ -20,7 +20,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -53,12 +52,14 @@ def choices() -> list[str]:
 
 
 def registered_name(choice: str) -> str:
-    """Return Transformers' name for a choice: "flash_torch" is "lab_fa_torch" there.
+    """Return Transformers' name for a choice: "sdpa_flash" is "lab_pt_fa" there.
 
     Transformers takes every name that contains "flash" for its own kernel, and would try to
-    load it from its hub.
+    load it from its hub; one with "sdpa" it refuses for models that have no path for SDPA.
     """
-    return choice if choice in _own else "lab_" + choice.replace("flash", "fa")
+    if choice in _own:
+        return choice
+    return "lab_" + choice.replace("flash", "fa").replace("sdpa", "pt")
 
 
 def register_backends() -> None:
@@ -127,13 +128,14 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
     reset_attention_used(model)
 
 
+@outside_graphs
 def _name_documents(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Add the offsets of documents that `position_ids` pack: not all models show these to layers.
+    """Tell layers of the documents that `position_ids` pack: not all models pass these on.
 
-    A forward pre-hook. Compiled models have what the layers see.
+    A forward pre-hook: adds `cu_seq_lens_q`, as `DataCollatorWithFlattening` does.
     """
     name = str(module.config._attn_implementation)
-    if not (name.startswith("lab_") or name in _own) or torch.compiler.is_compiling():
+    if not (name.startswith("lab_") or name in _own):
         return None
     parameters = inspect.signature(type(module).forward).parameters
     given = dict(zip(list(parameters)[1:], args, strict=False)) | kwargs
@@ -141,7 +143,9 @@ def _name_documents(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict
     takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     if not isinstance(positions, Tensor) or "cu_seq_lens_q" in given or not takes_more:
         return None
-    padded = mask is not None and not (isinstance(mask, Tensor) and bool(mask.all()))
+    padded = mask is not None  # or a mask of another kind
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        padded = not bool(mask.all())
     if positions.ndim != 2 or positions.shape[1] == 1 or padded:
         return None
     ids = next(x for x in (given.get("input_ids"), given.get("inputs_embeds")) if x is not None)
