@@ -226,7 +226,12 @@ def flash_attn_with_kvcache(
     torch.Size([1, 1, 4, 8])
     """
     check_window(window_size)
+    check_switch("rotary_interleaved", rotary_interleaved)
     check_switch("return_softmax_lse", return_softmax_lse)
+    if type(num_splits) is not int or num_splits < 0:
+        raise AttentionInputError(
+            f"num_splits is a number, 0 for the backend's choice, but {num_splits!r} was given."
+        )
     _check_cache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, block_table)
     batch, seqlen_q = q.shape[:2]
     device, new = q.device, 0 if k is None else k.shape[1]
@@ -235,16 +240,21 @@ def flash_attn_with_kvcache(
     elif cache_batch_idx is not None:  # a row of the cache is one large page
         name, table = "cache_batch_idx", cache_batch_idx
     else:
-        name, table = "the batch", torch.arange(batch, device=device)
+        name, table = (
+            "cache_batch_idx, by default 0 to batch - 1,",
+            torch.arange(batch, device=device),
+        )
     table = _check_table(name, table, batch, device)
     room = table.shape[1] * k_cache.shape[1]
     held = room if cache_seqlens is None else cache_seqlens
     if isinstance(held, int) and not isinstance(held, bool):
         held = torch.full((batch,), held)
-    held = check_integers("cache_seqlens", held, (batch,), 0, room, "the cache's room").to(device)
+    source = "the cache" if block_table is None else "block_table"
+    limit = f"the room that {source} gives a sequence"
+    held = check_integers("cache_seqlens", held, (batch,), 0, room, limit).to(device)
     if int(held.max()) + new > room:
         raise AttentionInputError(
-            f"the cache has room for {room} keys{' in block_table' * (block_table is not None)}; "
+            f"{source} has room for {room} keys; "
             f"{int(held.max())} and {new} new ones do not fit: allocate a longer cache, and pass "
             "cache_seqlens, the number of keys that are there."
         )

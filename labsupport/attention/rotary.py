@@ -229,6 +229,12 @@ def scaled_base(base: float, head_dim: int, factor: float) -> float:
 
 
 def _check_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        if not isinstance(tensor, Tensor):
+            raise AttentionInputError(
+                f"{name} must be a tensor, but a {type(tensor).__name__} was given: "
+                "torch.as_tensor(...) converts lists and arrays, rotary_angles makes cos and sin."
+            )
     if x.ndim not in (3, 4) or not x.is_floating_point():
         raise AttentionInputError(
             "x must be a floating tensor (batch, seqlen, heads, head_dim), or packed "

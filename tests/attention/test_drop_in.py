@@ -234,7 +234,12 @@ CALLS = {
     "another window": ({"window_size": [-1, -2]}, "window_size is"),
     "slopes": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes must be"),
     "a cap": ({"softcap": -1.0}, "softcap is"),
-    "neighbours": ({"rotary_interleaved": None}, "interleaved is True or False"),
+    "neighbours": ({"rotary_interleaved": None}, "rotary_interleaved is True or False"),
+    "splits": ({"num_splits": torch.ones(2)}, "num_splits is a number"),
+    "a batch of five": (
+        {"q": torch.ones(5, 1, 2, 8), "k": None, "v": None, "rotary_cos": None, "rotary_sin": None},
+        "by default 0 to batch - 1.*0 to 3, but 4",
+    ),
     "a switch": ({"return_softmax_lse": 1}, "return_softmax_lse is True or False"),
     "three dimensions": ({"q": ONES[:, 0]}, r"q must be.*q.unsqueeze\(1\)"),
     "a query of halves": ({"q": HALF}, "q must be.*cache's dtype.*float16"),

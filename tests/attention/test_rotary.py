@@ -193,6 +193,8 @@ COS, SIN = rotary_angles(torch.arange(SEQLEN), HEAD_DIM)
         (normal(BATCH, SEQLEN + 1, HEADS, HEAD_DIM), COS, SIN, "11 positions.*needs 12"),
         (normal(SEQLEN, HEAD_DIM), COS, SIN, "heads, head_dim"),
         (normal(1, SEQLEN, HEADS, 6), COS, SIN, "1 to 3 pairs"),
+        ([[[1.0]]], COS, SIN, "x must be a tensor, but a list"),
+        (normal(1, SEQLEN, HEADS, 8), COS, SIN.numpy(), "sin must be a tensor, but a ndarray"),
         (normal(1, SEQLEN, HEADS, HEAD_DIM), COS.repeat(1, 2), SIN.repeat(1, 2), "not doubled"),
         (normal(1, SEQLEN, HEADS, HEAD_DIM), COS, SIN.double(), "one shape and dtype"),
         (normal(1, SEQLEN, HEADS, HEAD_DIM), COS.clone().requires_grad_(), SIN, "constants on x"),
