@@ -260,7 +260,8 @@ def check_same_run_config(
     different = [
         f"{name} was {saved.get(name)!r} and is {asked.get(name)!r}"
         for name in dict.fromkeys([*saved, *asked])
-        if saved.get(name) != asked.get(name)
+        # As text, in which NaN is NaN.
+        if repr(saved.get(name)) != repr(asked.get(name))
     ]
     if not different:
         return

@@ -150,7 +150,8 @@ def tensors(batch: Any) -> dict[str, Tensor]:
     """Return a micro-batch's tensors by name.
 
     Raises:
-        TypeError: neither a mapping nor a dataclass with tensors `tokens` and `labels`.
+        TypeError: neither a mapping nor a dataclass with tensors `tokens` and `labels`, or labels
+            that are not integers.
 
     >>> (packed,) = pack([[1, 2, 3], [4, 5, 6]], 8, end_token=0)
     >>> sorted(tensors(packed))
@@ -165,6 +166,8 @@ def tensors(batch: Any) -> dict[str, Tensor]:
             "a micro-batch is a mapping or a dataclass of tensors, `tokens` and `labels` among "
             f"them, and not {type(batch).__name__}; batches(step) returns a list of them"
         )
+    if batch["labels"].is_floating_point():
+        raise TypeError(f"labels must be integers (the right tokens), not {batch['labels'].dtype}")
     return dict(batch)
 
 

@@ -230,7 +230,8 @@ class Trainer:
                 down, and this is raised once there is nothing left to scale.
             ValueError: a step without labels, or with too many micro-batches; on all ranks.
             TypeError: a batch that is neither a dataclass nor a mapping of tensors with tokens and
-                labels; a value of `run_config` that is not plain.
+                integer labels; a model's loss that is no scalar with gradients; a value of
+                `run_config` that is not plain.
             CheckpointError: a checkpoint cannot be read or written, or another program trains here.
             ResumeError: the folder's run is of another model.
         """
@@ -357,6 +358,12 @@ class Trainer:
         """Return a micro-batch's mean loss, at least in float32."""
         with self._autocast():
             loss = model(**batch)
+        sound = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point()
+        if not sound or torch.is_grad_enabled() > loss.requires_grad:
+            raise TypeError(
+                "model(**batch) must return the mean loss, a scalar that depends on the weights, "
+                f"and not {loss!r:.60}"
+            )
         return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
     def _autocast(self) -> torch.autocast:

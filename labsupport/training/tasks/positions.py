@@ -24,7 +24,16 @@ def with_frequencies(model: Decoder, frequencies: Tensor, attention_factor: floa
         frequencies: (head_dim / 2,), radians a token of each pair.
         attention_factor: multiplies cosines and sines, so that queries and keys grow by it, and
             scores by its square (YaRN's temperature t is 1 / attention_factor^2).
+
+    Raises:
+        ValueError: learned positions; frequencies of another shape.
     """
+    pairs = model.config.head_dim // 2
+    if model.config.positions != "rotary" or frequencies.shape != (pairs,):
+        raise ValueError(
+            f"a model with rotary positions needs {pairs} frequencies, one for each pair, but "
+            f"{tuple(frequencies.shape)} were given for {model.config.positions} positions"
+        )
 
     def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
         # Apple's GPUs have no float64.
@@ -54,7 +63,15 @@ def nll_by_position(
     Returns:
         One row a bucket: window, its last position, counted from 1; nll, in nats a label, NaN if
         there is none; labels, how many were scored.
+
+    Raises:
+        ValueError: bucket below 1; tokens and labels that do not fit to each other or the model.
     """
+    if bucket < 1 or labels.shape != tokens.shape:
+        raise ValueError(
+            f"bucket {bucket}, tokens {tuple(tokens.shape)}, labels {tuple(labels.shape)}: at "
+            "least 1, and of one shape"
+        )
     import pandas as pd
 
     device = model.embedding.weight.device

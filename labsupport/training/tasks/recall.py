@@ -47,7 +47,12 @@ def unseen_documents(length: int = LENGTH, *, count: int = 4, seed: int = 0) -> 
     """Make texts that training did not see: `count` of records, and as many dialogues.
 
     Seeds count up from `seed`, and stay below `FIRST_SEED`, where those of training begin.
+
+    Raises:
+        ValueError: count below 1, or seeds from `FIRST_SEED` on.
     """
+    if count < 1 or seed + count > FIRST_SEED:
+        raise ValueError(f"count {count}, seed {seed}: at least 1 text, and seeds below a million")
     seeds = range(seed, seed + count)
     return [records(length, seed=s) for s in seeds] + [dialogue(length, seed=s) for s in seeds]
 
@@ -65,9 +70,16 @@ def recall_batches(
     Returns:
         stream(step): tokens and labels, int64, (documents, length). Labels are the questions with
         their answers, and a few of the other bytes; -100 elsewhere.
+
+    Raises:
+        ValueError: no stages, a share that is none, a step below 0.
     """
+    if not stages or not 0 <= others <= 1:
+        raise ValueError(f"{len(stages)} stages, others {others}: at least 1, and from 0 to 1")
 
     def stream(step: int) -> list[dict[str, Tensor]]:
+        if step < 0:
+            raise ValueError(f"steps count from 0, and {step} was given")
         number, seed = step, first_seed
         for stage in stages:
             if number < stage.steps or stage is stages[-1]:

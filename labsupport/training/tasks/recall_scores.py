@@ -52,7 +52,7 @@ def accuracy_by_window(
     """
     import pandas as pd
 
-    if model.config.positions != "rotary" or min(windows) < 1:
+    if model.config.positions != "rotary" or not windows or min(windows) < 1:
         raise ValueError(f"give a model with rotary positions, and windows above 0: {windows}")
     if any(document.answers for document in documents):
         raise ValueError('these texts ask their questions themselves: make them with ask="apart"')
@@ -109,7 +109,21 @@ def read_on(model: Decoder, tokens: Tensor, past: Past | None = None) -> tuple[T
     Returns:
         Hidden states (batch, seqlen, width); for each layer keys and values (batch, before +
         seqlen, kv_heads, head_dim).
+
+    Raises:
+        ValueError: learned positions; a past of another batch or another model.
     """
+    rows = set() if past is None else {len(k) for k, _ in past}
+    if (
+        model.config.positions != "rotary"
+        or not rows <= {1, len(tokens)}
+        or (past is not None and len(past) != len(model.blocks))
+    ):
+        raise ValueError(
+            f"{model.config.positions} positions, {len(tokens)} rows, a past of {rows or 'no'} "
+            f"rows and {len(past or ())} layers: rotary positions, as many rows or 1, and "
+            f"{len(model.blocks)} layers are needed"
+        )
     before = 0 if past is None else past[0][0].shape[1]
     positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
     turn = model.turn(positions)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labsupport.models import tokens_of
+from labsupport.models.generation.prompts import check_model
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +35,8 @@ def nll_by_window(model: Any, ids: Tensor, target: slice, windows: Sequence[int]
     Args:
         model: a Transformers causal language model in eval mode.
         ids: (1, N) int64.
-        target: which tokens are scored, ids[:, target]; it begins at 1 or later.
+        target: which tokens are scored, ids[:, target]; it begins at 1 or later, and counts from
+            the beginning.
         windows: tokens before the target, each at least 1; more than there are is all of them.
 
     Returns:
@@ -42,12 +44,17 @@ def nll_by_window(model: Any, ids: Tensor, target: slice, windows: Sequence[int]
         nats a token, taken in float32; tokens, how many were scored.
 
     Raises:
-        ValueError: a target outside of the text, empty or at its very beginning; a window below 1.
+        ValueError: several texts; a target outside of the text, empty, with gaps, or at its very
+            beginning; no window, or one below 1; a model in training mode.
     """
     import pandas as pd
 
-    start, stop, _ = target.indices(ids.shape[1])
-    if not 1 <= start < stop or (target.stop or 0) > ids.shape[1] or min(windows) < 1:
+    check_model(model)
+    if ids.ndim != 2 or len(ids) != 1:
+        raise ValueError(f"ids {tuple(ids.shape)} must be (1, N): one text")
+    start, stop = target.start, ids.shape[1] if target.stop is None else target.stop
+    passage = target.step in (None, 1) and start is not None and 1 <= start < stop <= ids.shape[1]
+    if not passage or not windows or min(windows) < 1:
         raise ValueError(
             f"{target} is no passage of {ids.shape[1]} tokens that begins at 1 or later, or a "
             f"window of {list(windows)} is below 1"
