@@ -46,7 +46,7 @@ from labsupport.distributed.launch import launch
 from labsupport.distributed.process_group import RankInfo, all_gather_object, cleanup_ddp, setup_ddp
 from labsupport.distributed.scaling import (
     LINKS,
-    RingPrediction,
+    Prediction,
     predict_ddp,
     predict_fsdp,
     predict_ring,
@@ -355,7 +355,7 @@ def row_of(case: Scaling) -> dict[str, Any]:
     }
 
 
-def ring_of(case: Scaling, single_ms: float) -> RingPrediction:
+def ring_of(case: Scaling, single_ms: float) -> Prediction:
     """Return the prediction of one layer's attention, of which one rank alone takes so long."""
     config = DecoderConfig.preset(case.preset)
     return predict_ring(
@@ -371,12 +371,12 @@ def predicted_ms(case: Scaling, alone_ms: float | None) -> float:
     if case.micro_batches > 1 or not alone_ms or case.strategy == "single":
         return single if case.micro_batches == 1 else float("nan")
     if case.strategy == "ddp":
-        return predict_ddp(config.parameters, case.world, step_ms=single).step_ms
+        return predict_ddp(config.parameters, case.world, step_ms=single).total_ms
     if case.strategy.startswith("fsdp"):
         return predict_fsdp(
             config.parameters, case.world, step_ms=single, blocks=config.layers, dtype=case.dtype,
             cpu_offload=case.strategy == "fsdp, offload",
-        ).step_ms  # fmt: skip
+        ).total_ms  # fmt: skip
     # Attention's part of a step by its operations; then the gradients are summed, nothing beside.
     attention = 3.5 * 2 * config.layers * case.length * config.width
     own_ms = single * attention / (attention + 6 * config.parameters)

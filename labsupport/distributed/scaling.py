@@ -32,6 +32,7 @@ Direction = Literal["forward", "backward", "forward+backward"]
 PRODUCTS = {"forward": 2, "backward": 5, "forward+backward": 7}
 ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 BUCKET_BYTES = 25 * 2**20  # DDP's default
+Messages = Counter[tuple[int, int]]  # bytes by sender and receiver
 
 
 @dataclass(frozen=True)
@@ -50,24 +51,25 @@ LINKS = (
     Link("Ethernet, 10 Gb/s", 1.25, "IEEE 802.3ae"),
 )
 
-# --- ring attention -------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
-class RingPrediction:
-    """Ring attention of one call, in milliseconds.
+class Prediction:
+    """Ring attention of one call, or a step of training, on several devices.
 
     Attributes:
         total_ms: until the last rank is done.
-        exposed_ms: the total, minus the total if messages took no time.
+        exposed_ms: the part in which a rank only waits for messages.
         sent_bytes: by the rank that sends most.
-        efficiency: world * single_ms / total_ms.
+        efficiency: the speed of all ranks, over that of as many independent ones.
     """
 
     total_ms: float
     exposed_ms: float
-    sent_bytes: int
+    sent_bytes: float
     efficiency: float
+
+
+# --- ring attention -------------------------------------------------------------------------------
 
 
 def predict_ring(
@@ -84,14 +86,13 @@ def predict_ring(
     single_ms: float,
     gb_s: float = LINKS[0].gb_s,
     memory_gb_s: float | None = None,
-) -> RingPrediction:
+) -> Prediction:
     """Predict a ring's time from one device's, batch 1.
 
     Args:
         world, seqlen_per_rank, heads, kv_heads, head_dim, dtype, causal, layout: the call.
         direction: "forward+backward" is one after the other.
         single_ms: the kernel's time on one device for `seqlen_per_rank` tokens, same direction.
-        tflops: its speed, instead of `single_ms`.
         gb_s: of a link, each way.
         memory_gb_s: of a device; adding a step's result to the result so far reads and writes it in
             float32 and reads the new part. None: that is free.
@@ -112,7 +113,8 @@ def predict_ring(
     one = Plan.of(1, seqlen_per_rank, causal=causal).pairs(0)[0]
     narrow, wide = head_dim * ELEMENT[dtype], head_dim * 4  # bytes of a token's head
     add_ms = 0.0 if memory_gb_s is None else (narrow + 2 * wide) / memory_gb_s / 1e6
-    total = free = sent = 0.0
+    whole, sent = slice(0, seqlen_per_rank), 0
+    total = free = 0.0
     for name in direction.split("+"):
         backward = name == "backward"
         pair_ms = single_ms * PRODUCTS[name] / PRODUCTS[direction] / one
@@ -130,25 +132,22 @@ def predict_ring(
             for rank in range(world)
         ]
         size = 2 * kv_heads * narrow  # of a token's K and V, or dK and dV
-        steps, by_rank = list[Counter[tuple[int, int]]](), Counter[int]()
+        steps, by_rank = list[Messages](), Counter[int]()
         for messages in plan.messages[: len(plan.route) + backward]:
-            step = Counter[tuple[int, int]]()  # bytes by sender and receiver
+            steps.append(Messages())
             for what, sender, receiver, _ in messages:
                 if what == "keys" or backward:
-                    shared = slice(0, seqlen_per_rank)
-                    if what == "gradients":
-                        shared = plan.shared(sender, receiver)
-                    step[sender, receiver] += size * (shared.stop - shared.start)
-                    by_rank[sender] += size * (shared.stop - shared.start)
-            steps.append(step)
+                    part = plan.shared(sender, receiver) if what == "gradients" else whole
+                    steps[-1][sender, receiver] += size * (part.stop - part.start)
+                    by_rank[sender] += size * (part.stop - part.start)
         total += _end(work, steps, gb_s)
         free += _end(work, steps, math.inf)
         sent += max(by_rank.values(), default=0)
-    return RingPrediction(total, total - free, int(sent), world * single_ms / total)
+    return Prediction(total, total - free, sent, world * single_ms / total)
 
 
-def _end(work: list[list[float]], steps: list[Counter[tuple[int, int]]], gb_s: float) -> float:
-    """The time of the last rank: `work` in ms by [rank][step], bytes of messages by step."""
+def _end(work: list[list[float]], steps: list[Messages], gb_s: float) -> float:
+    """Return the time of the last rank: `work` in ms by [rank][step], messages by step."""
     begin = [0.0] * len(work)
     for step, messages in enumerate(steps):
         ends = [
@@ -193,19 +192,9 @@ def hides_from(
 # --- DDP and FSDP ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepPrediction:
-    """A training step, in ms: messages together, those that do not hide; efficiency."""
-
-    step_ms: float
-    communication_ms: float
-    exposed_ms: float
-    efficiency: float
-
-
 def predict_ddp(
     parameters: int, world: int, *, step_ms: float, gb_s: float = LINKS[0].gb_s
-) -> StepPrediction:
+) -> Prediction:
     """Predict a DDP step with one micro-batch from one device's step.
 
     Args:
@@ -218,13 +207,13 @@ def predict_ddp(
     True
     """
     backward, nbytes = 2 / 3 * step_ms, 4 * parameters
+    sent = ddp_bytes_sent(nbytes, world)
     buckets = max(1, math.ceil(nbytes / BUCKET_BYTES))
-    one = ddp_bytes_sent(nbytes, world) / buckets / gb_s / 1e6
     done = 0.0
-    for bucket in range(buckets):
-        done = max(done, backward * (bucket + 1) / buckets) + one
+    for bucket in range(1, buckets + 1):
+        done = max(done, backward * bucket / buckets) + sent / buckets / gb_s / 1e6
     exposed = done - backward
-    return StepPrediction(step_ms + exposed, buckets * one, exposed, step_ms / (step_ms + exposed))
+    return Prediction(step_ms + exposed, exposed, sent, step_ms / (step_ms + exposed))
 
 
 def predict_fsdp(
@@ -238,7 +227,7 @@ def predict_fsdp(
     gb_s: float = LINKS[0].gb_s,
     host_gb_s: float = LINKS[1].gb_s,
     cpu_gb_s: float = 100.0,
-) -> StepPrediction:
+) -> Prediction:
     """Predict an FSDP step with one micro-batch from one device's step.
 
     Args:
@@ -252,12 +241,11 @@ def predict_fsdp(
     >>> round(predict_fsdp(1_500_000_000, 8, step_ms=600, blocks=48).exposed_ms, 1)
     0.4
     """
-    share = (world - 1) / world * parameters / gb_s / 1e6
-    gather, reduce = ELEMENT[dtype] * share, 4 * share
+    elements = (world - 1) / world * parameters
+    gather, reduce = (size * elements / gb_s / 1e6 for size in (ELEMENT[dtype], 4))
     moved = 4 * parameters / world / host_gb_s / 1e6 if cpu_offload else 0.0
     forward = max(step_ms / 3, gather, moved) + (gather + moved) / blocks
     backward = max(2 / 3 * step_ms, gather + reduce, moved) + (reduce + moved) / blocks
     update = 40 * parameters / cpu_gb_s / 1e6 if cpu_offload else 0.0
-    total = forward + backward + update
-    exposed = total - step_ms
-    return StepPrediction(total, 2 * gather + reduce + 3 * moved, exposed, step_ms / total)
+    total, sent = forward + backward + update, round((2 * ELEMENT[dtype] + 4) * elements)
+    return Prediction(total, total - step_ms, sent, step_ms / total)

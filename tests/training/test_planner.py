@@ -33,13 +33,12 @@ ALL = MemoryOptions(attention="sdpa_flash", checkpoint=True, mlp_chunk=256, loss
 
 FLASH, CHECKPOINT = MemoryOptions("sdpa_flash"), MemoryOptions(checkpoint=True)
 STANDARD_AGAIN = MemoryOptions("standard", checkpoint=True)
-FLASH_TORCH = MemoryOptions("flash_torch", checkpoint=True)
 
 slow = pytest.mark.slow
 
 
 # What varies: family, grouped heads, tied, vocabulary; attention and each saving; length, batch;
-# autocast; accumulation.
+# autocast.
 @pytest.mark.parametrize(
     ("config", "seqlen", "savings", "autocast", "more"),
     [
@@ -50,8 +49,6 @@ slow = pytest.mark.slow
         (NARROW_GPT2, 16, MemoryOptions(loss_chunk=16), None, {}),
         (GPT2, 512, MemoryOptions(checkpoint=True, loss_chunk=128), None, {}),
         (SHALLOW, 256, replace(ALL, mlp_chunk=64, loss_chunk=64, residual=BF16), BF16, {}),
-        pytest.param(LLAMA, 256, FLASH_TORCH, BF16, {}, marks=slow),
-        (SHALLOW, 128, FLASH, None, {"accumulation": 2}),
         (SHALLOW, 512, replace(ALL, residual=BF16, head_chunk=1), BF16, {}),
         (GPT2, 1024, replace(ALL, mlp_chunk=512, head_chunk=2, offload=True), None, {}),
         (LLAMA, 256, CHECKPOINT, BF16, {}),
@@ -75,7 +72,7 @@ def test_a_real_step_takes_what_was_predicted_within_a_tenth(
 )
 def test_what_blocks_keep_is_known_within_a_hundredth(config, attention, autocast):
     savings = MemoryOptions(attention)
-    step = Step(config, savings, 128, 1, autocast, "cpu", 1, blocks=config.layers)
+    step = Step(config, savings, 128, 1, autocast, "cpu", blocks=config.layers)
     model, tokens = Decoder(config, savings), torch.zeros(1, 128, dtype=torch.long)
 
     def forward():
@@ -90,7 +87,7 @@ def test_what_blocks_keep_is_known_within_a_hundredth(config, attention, autocas
 
 
 def test_gpt2_keeps_16_widths_a_token_and_block_and_its_statistics():
-    step = Step(DecoderConfig(), MemoryOptions(), 1000, 1, None, "cpu", 1, blocks=1)
+    step = Step(DecoderConfig(), MemoryOptions(), 1000, 1, None, "cpu", blocks=1)
     statistics = 1000 * (2 * 8 + 12 * 4)  # two norms' mean and deviation; a log-sum-exp a head
     assert sum(p.bytes for p in step.kept_by_blocks()) == 1000 * 16 * 768 * 4 + statistics
     plan = plan_memory(GPT2, seqlen=1000, savings=MemoryOptions("standard"))
@@ -149,6 +146,7 @@ def test_what_cannot_be_planned_is_refused():
         ({"seqlen": 0}, "seqlen=0"),
         ({"device": "mps"}, "device='mps'"),
         ({"savings": MemoryOptions("sdpa_math")}, "plan with 'standard'"),
+        ({"savings": MemoryOptions("flash_torch")}, "plan with 'standard'"),
         ({"seqlen": 1025}, "has learned 1024 positions"),
     ):
         with pytest.raises(ValueError, match=said):

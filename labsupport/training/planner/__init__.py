@@ -91,7 +91,6 @@ def plan_memory(
     savings: MemoryOptions | None = None,
     autocast: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    accumulation: int = 1,
     limit: int | str | None = None,
 ) -> MemoryPlan:
     """Predict the memory of one training step of a `Decoder`: forward, backward, AdamW (fused).
@@ -102,31 +101,30 @@ def plan_memory(
         autocast: dtype of matrix products, by `torch.autocast` around the forward pass; None means
             float32. Weights, their gradients and AdamW's states are float32.
         device: "cpu" or "cuda"; `planner.formulas` says what differs. A plan needs no GPU.
-        accumulation: micro-batches of a step. From the second one on, gradients exist always.
         limit: bytes, or a text such as "16GiB", for `fits`.
 
     Raises:
-        ValueError: sizes below 1, an unknown device; attention "sdpa_math", whose
-            memory depends on PyTorch's version; a sequence longer than the learned positions.
+        ValueError: sizes below 1, an unknown device; attention "sdpa_math" or "flash_torch",
+            which have no plan; a sequence longer than the learned positions.
 
     >>> plan = plan_memory(DecoderConfig.preset("tiny"), seqlen=4096)
     >>> plan.when
     'loss, backward'
     """
     savings, kind = savings or MemoryOptions(), torch.device(device).type
-    if min(seqlen, batch, accumulation) < 1:
-        raise ValueError(f"{seqlen=}, {batch=}, {accumulation=}: each must be at least 1.")
+    if min(seqlen, batch) < 1:
+        raise ValueError(f"{seqlen=}, {batch=}: each must be at least 1.")
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device={kind!r}: there are plans for cpu and cuda.")
     if savings.attention != "auto":
         by_name(savings.attention)
-    if savings.attention == "sdpa_math":
-        raise ValueError("plan with 'standard', the same mathematics as 'sdpa_math'.")
+    if savings.attention in ("sdpa_math", "flash_torch"):
+        raise ValueError(f"no plan for {savings.attention!r}: plan with 'standard' or 'auto'.")
     if config.positions == "learned" and seqlen > config.max_positions:
         raise ValueError(
             f"seqlen is {seqlen}, but the model has learned {config.max_positions} positions."
         )
-    step = Step(config, savings, seqlen, batch, autocast, kind, accumulation)
+    step = Step(config, savings, seqlen, batch, autocast, kind)
     return MemoryPlan(step.phases(), None if limit is None else parse_bytes(limit))
 
 
@@ -292,8 +290,8 @@ def measure_step(
     """Measure the peak of one training step on random tokens, everything it needs included.
 
     Weights, AdamW's states, tokens and the step itself are made inside of the measurement. So
-    `peak_bytes` is what `plan_memory` predicts for the same arguments (`options` are batch and
-    accumulation); on a CPU it is exact to the byte.
+    `peak_bytes` is what `plan_memory` predicts for the same arguments. `options` are batch and
+    accumulation, which a plan does not know: gradients then exist during all of the step.
 
     Raises:
         torch.OutOfMemoryError: the step does not fit.

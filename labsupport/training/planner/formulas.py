@@ -47,14 +47,12 @@ context, are not counted.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from labsupport.attention.flash_torch import LARGEST_BLOCKS, SMALLEST_BLOCK, TILE_ENTRIES
 from labsupport.training.chunked_loss import default_chunk
 from labsupport.training.config import DecoderConfig, MemoryOptions
 
@@ -87,7 +85,6 @@ class Step:
     batch: int
     autocast: torch.dtype | None
     device: str
-    accumulation: int
     blocks: int = 0
 
     def part(self, name: str, *terms: str) -> Part:
@@ -270,12 +267,6 @@ class Step:
         """Return the backward's temporaries, the gradients of q, k and v included."""
         if self.textbook:
             return ["2·B·H·N²·c", "T·H·d·c"]  # dP, dS; dV
-        if self.savings.attention == "flash_torch":
-            rows, cols = self._flash_torch_tile()
-            # dQ in float32, dK and dV for each query head, D and L; two tiles and a mask for them,
-            # made in two steps; six slices of Q, K, V and their gradients.
-            tiles = [f"2·B·H·{rows}·{cols}·4", f"2·{rows}·{cols}", f"6·B·H·{rows}·d·4"]
-            return ["T·H·d·(4 + 2·c)", "2·T·H·4", *tiles]
         if self.cpu:
             # PyTorch's CPU kernel: blocks of 256 queries (64 or 32 where there are few) by 512
             # keys; S and dS in float32, and once more for 16-bit products, in each thread.
@@ -287,31 +278,16 @@ class Step:
         grouped = ["2·T·H·d·c"] if self.config.key_heads < self.config.heads else []
         return ["T·(H + 2·G)·d·c", "T·H·d·4", "2·T·H·4", *grouped]
 
-    def _flash_torch_tile(self) -> tuple[int, int]:
-        device = "cpu" if self.cpu else "cuda"
-        heads = self.batch * self.config.heads
-        exponent = round(math.log2(max(1, TILE_ENTRIES[device] // heads)))
-        sides = 2 ** (exponent - exponent // 2), 2 ** (exponent // 2)
-        rows, cols = (
-            min(most, max(SMALLEST_BLOCK, side))
-            for most, side in zip(LARGEST_BLOCKS[device], sides, strict=True)
-        )
-        return rows, cols
-
     def _embedding_backward(self) -> list[Part]:
         temporary = ["T·w·4"]
-        if self.config.tied or self.accumulation > 1:
-            temporary.append("V·w·4")  # until it is added to the classifier's or the last batch's
+        if self.config.tied:
+            temporary.append("V·w·4")  # until it is added to the classifier's
         if self.config.tied and not self.low and self.savings.loss_chunk is None:
             temporary.append("V·w·4")  # the sum is a third tensor
         return [self.part(GRADIENTS, "W·4"), self.part(TEMPORARY, *temporary)]
 
     def _gradients(self, *so_far: str) -> list[Part]:
-        if self.accumulation == 1:
-            return [self.part(GRADIENTS, *(f"{weights}·4" for weights in so_far))]
-        # All of them, from the micro-batch before; a tied classifier's waits for the embedding's.
-        waiting = ["V·w·4"] if so_far and self.config.tied else []
-        return [self.part(GRADIENTS, "W·4", *waiting)]
+        return [self.part(GRADIENTS, *(f"{weights}·4" for weights in so_far))]
 
     # --- sizes ------------------------------------------------------------------------------------
 
