@@ -140,7 +140,7 @@ def test_one_document_with_padding_is_what_one_device_makes_of_it(workers):
 
 def test_a_batch_that_does_not_fit_is_refused():
     for batch, said in (
-        ({"tokens": torch.zeros(1, 4), "labels": torch.zeros(1, 3)}, "must both be"),
+        (batch_of(4) | {"labels": torch.zeros(1, 3).long()}, "must both be"),
         (batch_of(4) | {"weights": torch.zeros(1)}, "the batch also weights"),
         (batch_of(4) | {"positions": torch.arange(3)}, "one for each token of the whole sequence"),
         (packed(9, 12, size=23), r"2 documents with labels.*--join-documents"),
