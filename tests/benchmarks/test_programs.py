@@ -79,6 +79,7 @@ def test_every_program_is_listed_with_what_it_measures(capsys):
     [
         ("agreement --data records --length 64 --steps 2", 6, "the worst gradient"),
         ("training --lengths 64 --strategies 4", 1, "+ checkpointing"),
+        ("architectures --bfloat16 llama mistral", 10, "left padding"),
         ("planner --preset tiny --lengths 64", 1, "predicted_bytes"),
         pytest.param(
             "long_positions --model stories15m --modules heapq --length 320 --bucket 160",
