@@ -75,6 +75,7 @@ def flash_attention_forward(
     alibi_slopes: Tensor | None = None,
     block_q: int | None = None,
     block_k: int | None = None,
+    block_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention's forward pass, tile by tile, with the online softmax.
 
@@ -88,6 +89,7 @@ def flash_attention_forward(
         window_size: (left, right) neighbours a query may see; -1 means no limit.
         alibi_slopes: broadcastable to the leading dimensions.
         block_q, block_k: rows and columns of a tile (Br and Bc); chosen by device unless given.
+        block_size: one number for both.
 
     Returns:
         out (..., seqlen_q, head_dim) in the inputs' dtype, and the natural log-sum-exp
@@ -106,7 +108,7 @@ def flash_attention_forward(
     """
     check_math_layout(q, k, v)
     band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=is_causal, window_size=window_size)
-    block_q, block_k = _block_sizes(q, k, block_q, block_k)
+    block_q, block_k = _block_sizes(q, k, block_q or block_size, block_k or block_size)
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     acc = _accumulation_dtype(q)
 

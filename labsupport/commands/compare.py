@@ -60,7 +60,8 @@ def compare_command(
         where, backend="standard", preset=preset, dtype=dtype, grad=not no_grad, **shape
     )
     ceilings = measured_ceilings(str(where))
-    cases = [replace(case, backend=name) for name in measurable_backends(where)]
+    names = dict.fromkeys([*measurable_backends(where), "xformers"])  # its row may say why not
+    cases = [replace(case, backend=name) for name in names]
     table = run_grid(cases, device=where, max_seconds=max_seconds, repeats=repeats)
     sms = None
     if where.type == "cuda":

@@ -23,7 +23,7 @@ _attribute: Any
 _attribute, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "data_parallel": ["train_with_ddp", "train_with_fsdp"],
+        "data_parallel": ["benchmark_ddp", "train_with_ddp", "train_with_fsdp"],
         "launch": ["LaunchError"],
         "process_group": ["cleanup_ddp", "setup_ddp"],
         "ring": [

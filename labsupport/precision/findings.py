@@ -27,6 +27,10 @@ from labsupport.precision.autofix import score_bound
 from labsupport.precision.dtypes import Range, as_range, range_tensor, short
 
 MEASURED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_TYPES = {
+    "mixed dtypes": "flash_attention_mismatch",
+    "unsupported dtype": "flash_attention_unsupported",
+}
 FLASH_KERNELS = ("fa4", "sdpa_cudnn", "fa2", "sdpa_flash")
 UNDERFLOW = 2.0**-17
 _FIELDS = ("largest", "smallest", "nan", "inf", "minus_inf", "bottom", "zero", "entries")
@@ -43,12 +47,24 @@ class Violation(NamedTuple):
         where: the module, the attention call, or the gradient.
         message: the observation.
         remedy: the shortest fix.
+        dtypes, shapes: of q, k and v, where these were judged.
+
+    It also answers as a dict with `type`, `dtypes`, `shapes`, `dtype` and `message`.
     """
 
     kind: str
     where: str
     message: str
     remedy: str
+    dtypes: tuple[torch.dtype, ...] = ()
+    shapes: tuple[torch.Size, ...] = ()
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == "type":
+            return _TYPES.get(self.kind, self.kind)
+        if key == "dtype":
+            return self.dtypes[0] if len(set(self.dtypes)) == 1 else None
+        return getattr(self, key) if isinstance(key, str) else tuple(self)[key]
 
     def __str__(self) -> str:
         return f"{self.kind} at {self.where}: {self.message}. {self.remedy}."
@@ -193,7 +209,8 @@ def judge_attention_input(
                 "scores in float32: use bfloat16, or scale q before the product"
             )
             found.append(Violation("overflow", where, message, remedy))
-    return found
+    shapes = tuple(x.shape for x in named.values())
+    return [violation._replace(dtypes=stats.dtypes, shapes=shapes) for violation in found]
 
 
 def _mixed_dtypes(stats: TensorStats, where: str) -> list[Violation]:

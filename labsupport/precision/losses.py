@@ -26,6 +26,7 @@ def compute_loss(
     dtype: torch.dtype = torch.float32,
     ignore_index: int = -100,
     chunk_size: int | None = None,
+    loss_scale: float = 1.0,
 ) -> Tensor:
     """Return the mean cross-entropy over the tokens that are not ignored, computed in float32.
 
@@ -40,6 +41,8 @@ def compute_loss(
         chunk_size: number of tokens to process at a time; None means all of them. With `head`,
             logits of only `chunk_size` tokens exist at a time, also in the backward pass, at the
             cost of one more pass through the head. Without, only their copies in `dtype` are saved.
+        loss_scale: factor on the loss, so that gradients in float16 do not vanish; divide them by
+            it. (`MixedPrecisionOptimizer.backward` scales the loss that it is given.)
 
     Returns:
         A scalar in `dtype`, summed in float32 or wider. If every token is ignored it is 0, with
@@ -99,4 +102,4 @@ def compute_loss(
         losses = torch.cat([checkpoint(token_losses, *pair, use_reentrant=False) for pair in pairs])
     # One sum over all tokens, chunked or not: the same rounding. In float16 it would overflow.
     total = losses.sum(dtype=torch.promote_types(dtype, torch.float32))
-    return (total / counted.sum().clamp(min=1)).to(dtype)
+    return (loss_scale * total / counted.sum().clamp(min=1)).to(dtype)

@@ -159,6 +159,7 @@ _COMPONENTS = tuple(field.name for field in fields(FlashAttentionConfig))
 def _of_constant(constant: str) -> str | None:
     """Return the component of a constant's name, LOSS_COMPUTE_DTYPE or LOSS_DTYPE, say."""
     name = constant.removesuffix("_DTYPE").removesuffix("_COMPUTE").lower()
+    name = {"mlp_weights": "mlp", "layernorm": "norm_statistics"}.get(name, name)
     return name if constant.endswith("_DTYPE") and name in _COMPONENTS else None
 
 

@@ -7,6 +7,11 @@ costs  bytes sent per step, bytes stored by a rank
 The steps are those of `labsupport.training.train.Trainer`.
 """
 
-from labsupport.distributed.data_parallel.ddp import ParallelRun, share_of, train_with_ddp
+from labsupport.distributed.data_parallel.ddp import (
+    ParallelRun,
+    benchmark_ddp,
+    share_of,
+    train_with_ddp,
+)
 from labsupport.distributed.data_parallel.fsdp import shard, train_with_fsdp
 from labsupport.distributed.process_group import RankInfo, cleanup_ddp, setup_ddp

@@ -6,7 +6,8 @@ section 3.2; theory chapter 11). The first step has one bucket only, since there
 order gradients are done.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from labsupport.distributed.data_parallel.costs import StateBytes, state_bytes
-from labsupport.distributed.process_group import RankInfo
+from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.training.config import TrainConfig
 from labsupport.training.history import History, StepRow
 from labsupport.training.train import Batches, Trainer, check_weights
@@ -145,3 +146,65 @@ def train_with_ddp(
 
     history = trainer.run(batches, on_step=count, **options)
     return ParallelRun(history, state_bytes(model, trainer.optimizer.optimizer), counts)
+
+
+def benchmark_ddp(
+    model: nn.Module, dataloader: Iterable[Any], epochs: int = 3
+) -> list[dict[str, float]]:
+    """Time epochs of a model in DDP, forward and backward; weights stay, gradients are dropped.
+
+    Args:
+        model: on each rank; `model(*batch)`, for a mapping `model(**batch)`, returns the loss or
+            something with a `loss`. Its weights become rank 0's, on this rank's device.
+        dataloader: this rank's batches, sequences or mappings of tensors; as many as on the other
+            ranks, and all loaded before.
+        epochs: the first one is the warm-up, too.
+
+    Returns:
+        for each epoch its number, the seconds of the slowest rank, steps/s, the samples/s of all
+        ranks, and the bytes of this rank's all-reduces.
+
+    Raises:
+        RuntimeError: no process group.
+        ValueError: no epochs, or no batches; on all ranks if their numbers of batches differ.
+
+    >>> from labsupport.training import Decoder, DecoderConfig
+    >>> info, model = setup_ddp(), Decoder(DecoderConfig.preset("tiny"))
+    >>> tokens = torch.zeros(2, 16, dtype=torch.long)
+    >>> [row["epoch"] for row in benchmark_ddp(model, [(tokens, tokens)], epochs=2)]
+    [1, 2]
+    >>> cleanup_ddp()
+    """
+    info, own = RankInfo.current(), list(dataloader)
+    counts = all_gather_object(len(own))
+    if epochs < 1 or 0 in counts or len(set(counts)) > 1:
+        raise ValueError(
+            f"DDP needs at least 1 epoch, and as many batches on each rank, but {epochs} and "
+            f"{', '.join(map(str, counts))} were given"
+        )
+    mapped = isinstance(own[0], Mapping)
+    wrapped, counter = wrap(model.to(info.device))
+    rows: list[dict[str, float]] = []
+    for epoch in range(1, epochs + 1):
+        counter.nbytes, samples = 0, 0
+        info.barrier()
+        start = time.perf_counter()
+        for batch in own:
+            named = {name: x.to(info.device) for name, x in batch.items()} if mapped else {}
+            given = [] if mapped else [x.to(info.device) for x in batch]
+            samples += len((given or [*named.values()])[0])
+            result = wrapped(*given, **named)
+            (result if isinstance(result, Tensor) else result.loss).backward()
+            wrapped.zero_grad()
+        info.barrier()
+        seconds = max(all_gather_object(time.perf_counter() - start))
+        rows.append(
+            {
+                "epoch": epoch,
+                "seconds": seconds,
+                "steps_per_s": len(own) / seconds,
+                "samples_per_s": sum(all_gather_object(samples)) / seconds,
+                "all_reduce_bytes": counter.nbytes,
+            }
+        )
+    return rows

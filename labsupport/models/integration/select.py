@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,11 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
         if isinstance(module, PreTrainedModel) and _name_documents not in known:
             module.register_forward_pre_hook(_name_documents, with_kwargs=True)
     model.set_attn_implementation(registered_name(chosen))
+    if getattr(model.config, "use_flash_attn", None) is not None:
+        warnings.warn(
+            f"Transformers ignores use_flash_attn in a config: set_attention chose {chosen!r}.",
+            stacklevel=2,
+        )
     reset_attention_used(model)
 
 
