@@ -32,9 +32,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from labsupport.attention.inputs import check_math_layout
+from labsupport.attention.inputs import check_math_layout, first_derivative_only
 from labsupport.attention.masks import AttentionMask, alibi_bias
 from labsupport.attention.online_softmax import accumulate_block, finite_or_zero, nonzero
 
@@ -224,7 +223,7 @@ class FlashAttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Run the tiled backward: dq, dk, dv, and None for each option."""
         q, k, v, out, lse = ctx.saved_tensors

@@ -16,11 +16,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from labsupport.attention.call import AttentionCall
-from labsupport.attention.inputs import check_kernel_inputs, check_math_layout
+from labsupport.attention.inputs import (
+    check_kernel_inputs,
+    check_math_layout,
+    first_derivative_only,
+)
 from labsupport.attention.kernels.config import HOPPER, can_be_described
 
 Kernels = Literal["plain", "hopper", "gluon"]
@@ -227,7 +230,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """Run the backward kernels: dq, dk, dv, and None for each option."""
         q, k, v, out, lse = ctx.saved_tensors
@@ -273,7 +276,7 @@ class TritonFlashAttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         """Run the backward kernels: dq, dk, dv, and None for each option."""
         *shaped, lse = ctx.saved_tensors

@@ -1,0 +1,37 @@
+"""No call computes something else without a word: the right value, or an error that says why."""
+
+import pytest
+import torch
+
+from labsupport.attention import (
+    FlashAttentionFunction,
+    TritonFlashAttentionFunction,
+    attention,
+    available_backends,
+)
+
+Q, K, V = torch.randn(3, 1, 6, 2, 16, generator=torch.Generator().manual_seed(0))
+RUNNING = [one.name for one in available_backends(Q, K, V) if one.runs]
+TRAINING = [name for name in RUNNING if name != "flex"]  # compiled for many seconds per shape
+
+
+def penalty(function, q, k, v):
+    """The gradient of a gradient penalty: a second derivative, the first one by a constant."""
+    q = q.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(function(q, k, v).sum(), q, create_graph=True)
+    return torch.autograd.grad(slope.square().sum(), q)[0]
+
+
+@pytest.mark.parametrize("name", [*TRAINING, FlashAttentionFunction, TritonFlashAttentionFunction])
+def test_a_second_derivative_is_right_or_refused(name):
+    def function(q, k, v):
+        return attention(q, k, v, backend=name) if isinstance(name, str) else name.apply(q, k, v)
+
+    if name in ("standard", "sdpa_math"):
+        exact = penalty(
+            lambda *qkv: attention(*qkv, backend="standard"), *map(torch.Tensor.double, (Q, K, V))
+        )
+        torch.testing.assert_close(penalty(function, Q, K, V).double(), exact, atol=1e-5, rtol=1e-4)
+    else:
+        with pytest.raises(RuntimeError, match=r"differentiated twice|is not implemented"):
+            penalty(function, Q, K, V)
