@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any, TypedDict
 
 import torch
@@ -111,7 +110,7 @@ class AttentionCall:
         """True when a sliding window hides more than the causal mask does."""
         return self.left >= 0 or (self.right >= 0 and not self.causal)
 
-    @cached_property
+    @property
     def band(self) -> AttentionMask:
         """The visible pairs of a call that is not packed."""
         lengths = self.q.shape[1], self.k.shape[1]

@@ -35,3 +35,19 @@ def test_a_second_derivative_is_right_or_refused(name):
     else:
         with pytest.raises(RuntimeError, match=r"differentiated twice|is not implemented"):
             penalty(function, Q, K, V)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_both_passes_compile_as_one_graph(name):
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        q = Q.clone().requires_grad_()
+
+        def function(q, k, v):
+            return attention(q, k, v, causal=True, backend=name)
+
+        run = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+        out = run(q, K, V)
+        results.append((out, *torch.autograd.grad(out.square().sum(), q)))
+    torch.testing.assert_close(*results)
