@@ -26,7 +26,10 @@ class AttentionInputError(ValueError):
     """The tensors or options given to an attention function do not fit together."""
 
 
-def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_derivative_only(
+    backward: Callable[..., Any],
+    instead: str = "for attention, backend='standard' or 'sdpa_math'",
+) -> Callable[..., Any]:
     """Let the backward of a `torch.autograd.Function` raise where it is to be differentiated again.
 
     What it computes depends on saved tensors, and no graph knows how. PyTorch's
@@ -42,7 +45,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} cannot be differentiated twice (create_graph=True): its backward is "
-                "computed by hand. For attention, backend='standard' or 'sdpa_math' can."
+                f"computed by hand. What can: {instead}."
             )
         return backward(ctx, *gradients)
 

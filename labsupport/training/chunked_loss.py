@@ -7,14 +7,15 @@ Hsu et al., arXiv 2410.10989, section 3.2).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from labsupport.attention.inputs import first_derivative_only
 from labsupport.precision.dtypes import short
 from labsupport.training.config import IGNORED
-from labsupport.training.savings import refuse_second_derivative
 
 
 def default_chunk(vocabulary: int) -> int:
@@ -135,8 +136,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return losses.sum() / count
 
     @staticmethod
+    @partial(first_derivative_only, instead="compute_loss")
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("chunked_cross_entropy", "compute_loss")
         *gradients, count = ctx.saved_tensors
         factor = grad_loss / count
         # With retain_graph=True the stored gradients are needed again, and copies are scaled.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+
+from labsupport.attention.inputs import first_derivative_only
 
 
 def in_chunks(fn: Callable[[Tensor], Tensor], x: Tensor, size: int | None) -> Tensor:
@@ -76,8 +79,8 @@ class _SharedGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @partial(first_derivative_only, instead="the tensor itself")
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None, None]:
-        refuse_second_derivative("shared_gradient", "the tensor itself")
         if ctx.root:  # after all of the uses
             return ctx.total.pop().to(ctx.dtype) if ctx.total else None, None, None
         if ctx.total:
@@ -86,17 +89,6 @@ class _SharedGradient(torch.autograd.Function):
             wide = torch.promote_types(ctx.dtype, torch.float32)
             ctx.total.append(grad.to(wide, copy=True))
         return None, None, None
-
-
-def refuse_second_derivative(name: str, other: str) -> None:
-    """Raise in a backward pass whose result depends on its inputs in ways that no graph knows.
-
-    Gradients are on only where they are to be differentiated again (create_graph=True).
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} cannot be differentiated twice (create_graph=True): {other} can."
-        )
 
 
 class HostStore:

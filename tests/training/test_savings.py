@@ -146,7 +146,7 @@ def test_a_second_backward_pass_needs_a_retained_graph_and_a_second_derivative_i
     torch.testing.assert_close(list(second), loss_and_gradients(unchunked, inputs, labels)[1:])
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, inputs)
-    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*compute_loss can"):
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*compute_loss"):
         torch.autograd.grad(chunked(*inputs, labels), inputs, create_graph=True)
 
 
