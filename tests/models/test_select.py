@@ -11,6 +11,8 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     StaticCache,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -84,6 +86,12 @@ def test_models_whose_attention_cannot_be_replaced_are_refused():
     ):
         with pytest.raises(error, match=message):
             set_attention(model, "flash")
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    mixing = Lfm2ForCausalLM(Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"]))
+    set_attention(mixing, "flash")
+    with pytest.raises(AttentionRefusedError, match="one document in a row"):
+        mixing(tokens(1, 4), position_ids=torch.tensor([[0, 1, 0, 1]]))
     model = tiny("gpt2", attn_pdrop=0.25).train()
     set_attention(model, "flash")
     with pytest.raises(AttentionRefusedError, match=r"0.25.*attn_pdrop"):

@@ -194,6 +194,11 @@ def describe_mask(
             "their alignment is not known."
         )
     segments = _segments(pattern, batch_size, first, end)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise AttentionRefusedError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}: labsupport's attention takes "
+            "padding as (batch, tokens), and no other masks."
+        )
     if attention_mask is not None:
         valid = attention_mask[:, first : first + end].bool().cpu()
         if valid.shape[1] < end:

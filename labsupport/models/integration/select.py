@@ -158,6 +158,11 @@ def _name_documents(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict
     begins = begins_by_positions(positions, len(ids))
     if not bool(begins.any()):
         return None
+    if any(isinstance(layer, nn.Conv1d) for layer in module.modules()):
+        raise AttentionRefusedError(
+            "position_ids pack several documents in one row, and this model has layers other than "
+            "attention (convolutions, recurrent ones) that mix them: pass one document in a row."
+        )
     begins[:, 0] = True
     offsets = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel())
     return args, kwargs | {"cu_seq_lens_q": offsets}
