@@ -46,7 +46,7 @@ from labsupport.distributed.launch import launch
 from labsupport.distributed.process_group import RankInfo, all_gather_object, cleanup_ddp, setup_ddp
 from labsupport.distributed.scaling import (
     LINKS,
-    Prediction,
+    ScalingPrediction,
     predict_ddp,
     predict_fsdp,
     predict_ring,
@@ -355,7 +355,7 @@ def row_of(case: Scaling) -> dict[str, Any]:
     }
 
 
-def ring_of(case: Scaling, single_ms: float) -> Prediction:
+def ring_of(case: Scaling, single_ms: float) -> ScalingPrediction:
     """Return the prediction of one layer's attention, of which one rank alone takes so long."""
     config = DecoderConfig.preset(case.preset)
     return predict_ring(

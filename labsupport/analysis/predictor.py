@@ -217,7 +217,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Model:
+class CalibratedModel:
     """Everything that predicts on one device: its ceilings, and a fit for each (backend, ...).
 
     spread: standard deviation of log(measured / predicted), of all fits together: six cases say
@@ -235,7 +235,7 @@ class Model:
         return [key[0] for key in self.fits if key[1:] == (dtype, direction)]
 
 
-def calibrate(table: pd.DataFrame, device: Device) -> Model:
+def calibrate(table: pd.DataFrame, device: Device) -> CalibratedModel:
     """Fit all weights.
 
     Args:
@@ -263,10 +263,10 @@ def calibrate(table: pd.DataFrame, device: Device) -> Model:
                 without = _fit(group[lengths != length], device)
                 errors += _errors(without, group[lengths == length], device)
     spread = max(float(np.median(errors or residuals)) / HALF, SMALLEST_SPREAD)
-    return Model(device, fits, spread)
+    return CalibratedModel(device, fits, spread)
 
 
-def calibrate_run(run: str) -> tuple[Model, pd.DataFrame]:
+def calibrate_run(run: str) -> tuple[CalibratedModel, pd.DataFrame]:
     """Return the model from a run's (see `SPLITS`) calibration shapes, and the held-out rows.
 
     >>> model, held_out = calibrate_run("attention-h200")
@@ -382,7 +382,7 @@ class Prediction:
         return f"{format_ms(self.ms)} ms (90%: {low}-{high}); {self.because}"
 
 
-def predict(case: Case, model: Model) -> Prediction:
+def predict(case: Case, model: CalibratedModel) -> Prediction:
     """Predict time and peak memory of a case on the model's device.
 
     Args:
@@ -436,7 +436,7 @@ def predict(case: Case, model: Model) -> Prediction:
     )
 
 
-def with_predictions(held_out: pd.DataFrame, model: Model) -> pd.DataFrame:
+def with_predictions(held_out: pd.DataFrame, model: CalibratedModel) -> pd.DataFrame:
     """Add predicted_ms, low_ms, high_ms, predicted_bytes, and errors as fractions to the rows.
 
     error is (predicted - measured) / measured of the time; memory_error the same of the peak, NaN
@@ -463,7 +463,7 @@ def with_predictions(held_out: pd.DataFrame, model: Model) -> pd.DataFrame:
     return table
 
 
-def transfer(model: Model, gpu: str) -> Model:
+def transfer(model: CalibratedModel, gpu: str) -> CalibratedModel:
     """Carry the weights to a GPU of data/hardware.csv that was not measured (theory, chapter 8).
 
     Backends that need a newer GPU or a dtype without tensor cores there are left out.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from labsupport.analysis.predictor import Model, OutOfRangeError, Prediction, predict
+from labsupport.analysis.predictor import CalibratedModel, OutOfRangeError, Prediction, predict
 from labsupport.analysis.work import tensor_bytes
 from labsupport.attention.implementations import Can, by_name
 from labsupport.profiling.grids import Case
@@ -55,7 +55,9 @@ class Recommendation:
         return "\n".join(lines)
 
 
-def recommend(workload: Case, model: Model, *, memory_gib: float | None = None) -> Recommendation:
+def recommend(
+    workload: Case, model: CalibratedModel, *, memory_gib: float | None = None
+) -> Recommendation:
     """The backend that is predicted to be the fastest among those that run and fit.
 
     Args:

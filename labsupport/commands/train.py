@@ -149,7 +149,7 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Run:
     """A run, understood from the options.
 
     run_config: what the weights depend on besides the settings.
@@ -206,7 +206,7 @@ def with_options(function: Callable[[Any], None], options: type) -> Callable[...
 # --- the run --------------------------------------------------------------------------------------
 
 
-def prepare(options: TrainOptions, device: torch.device) -> Plan:
+def prepare(options: TrainOptions, device: torch.device) -> Run:
     """Understand the options; raise ValueError for what does not fit."""
     import torch
 
@@ -256,7 +256,7 @@ def prepare(options: TrainOptions, device: torch.device) -> Plan:
     named_savings = [name for name in options.save_memory.split(",") if name not in ("", "states")]
     backend = "auto" if options.parallel == "ring" else options.attention
     savings = MemoryOptions.named(named_savings, attention=backend)
-    return Plan(config, savings, settings, run_config, open_batches, sample)
+    return Run(config, savings, settings, run_config, open_batches, sample)
 
 
 def train_here(options: TrainOptions) -> None:
@@ -319,7 +319,7 @@ def train_here(options: TrainOptions) -> None:
 
 
 def _train(
-    options: TrainOptions, run: Plan, model: Any, batches: Any, validation: Any, **common: Any
+    options: TrainOptions, run: Run, model: Any, batches: Any, validation: Any, **common: Any
 ) -> tuple[History, list[str]]:
     """Train as `--parallel` says; return the history, and lines about the ranks' memory."""
     from labsupport.distributed.data_parallel import share_of, train_with_ddp, train_with_fsdp
@@ -407,7 +407,7 @@ def keep_curves(history: History, folder: Path) -> None:
     typer.echo(f"in {folder}: checkpoints, history.csv, loss.png")
 
 
-def describe(options: TrainOptions, run: Plan, device: torch.device, world: int = 1) -> str:
+def describe(options: TrainOptions, run: Run, device: torch.device, world: int = 1) -> str:
     """Describe the run: model and step; options that save memory; how ranks divide the work."""
     import torch
 

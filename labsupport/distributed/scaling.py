@@ -53,7 +53,7 @@ LINKS = (
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ScalingPrediction:
     """Ring attention of one call, or a step of training, on several devices.
 
     Attributes:
@@ -86,7 +86,7 @@ def predict_ring(
     single_ms: float,
     gb_s: float = LINKS[0].gb_s,
     memory_gb_s: float | None = None,
-) -> Prediction:
+) -> ScalingPrediction:
     """Predict a ring's time from one device's, batch 1.
 
     Args:
@@ -143,7 +143,7 @@ def predict_ring(
         total += _end(work, steps, gb_s)
         free += _end(work, steps, math.inf)
         sent += max(by_rank.values(), default=0)
-    return Prediction(total, total - free, sent, world * single_ms / total)
+    return ScalingPrediction(total, total - free, sent, world * single_ms / total)
 
 
 def _end(work: list[list[float]], steps: list[Messages], gb_s: float) -> float:
@@ -194,7 +194,7 @@ def hides_from(
 
 def predict_ddp(
     parameters: int, world: int, *, step_ms: float, gb_s: float = LINKS[0].gb_s
-) -> Prediction:
+) -> ScalingPrediction:
     """Predict a DDP step with one micro-batch from one device's step.
 
     Args:
@@ -213,7 +213,7 @@ def predict_ddp(
     for bucket in range(1, buckets + 1):
         done = max(done, backward * bucket / buckets) + sent / buckets / gb_s / 1e6
     exposed = done - backward
-    return Prediction(step_ms + exposed, exposed, sent, step_ms / (step_ms + exposed))
+    return ScalingPrediction(step_ms + exposed, exposed, sent, step_ms / (step_ms + exposed))
 
 
 def predict_fsdp(
@@ -227,7 +227,7 @@ def predict_fsdp(
     gb_s: float = LINKS[0].gb_s,
     host_gb_s: float = LINKS[1].gb_s,
     cpu_gb_s: float = 100.0,
-) -> Prediction:
+) -> ScalingPrediction:
     """Predict an FSDP step with one micro-batch from one device's step.
 
     Args:
@@ -248,4 +248,4 @@ def predict_fsdp(
     backward = max(2 / 3 * step_ms, gather + reduce, moved) + (reduce + moved) / blocks
     update = 40 * parameters / cpu_gb_s / 1e6 if cpu_offload else 0.0
     total, sent = forward + backward + update, round((2 * ELEMENT[dtype] + 4) * elements)
-    return Prediction(total, total - step_ms, sent, step_ms / total)
+    return ScalingPrediction(total, total - step_ms, sent, step_ms / total)

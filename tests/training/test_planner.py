@@ -16,7 +16,7 @@ from labsupport.training.planner import (
     plan_memory,
     what_fits,
 )
-from labsupport.training.planner.formulas import Step
+from labsupport.training.planner.formulas import StepMemory
 
 GPT2 = DecoderConfig(vocab_size=257, width=128, layers=2, heads=4)
 LLAMA = DecoderConfig(
@@ -72,7 +72,7 @@ def test_a_real_step_takes_what_was_predicted_within_a_tenth(
 )
 def test_what_blocks_keep_is_known_within_a_hundredth(config, attention, autocast):
     savings = MemoryOptions(attention)
-    step = Step(config, savings, 128, 1, autocast, "cpu", blocks=config.layers)
+    step = StepMemory(config, savings, 128, 1, autocast, "cpu", blocks=config.layers)
     model, tokens = Decoder(config, savings), torch.zeros(1, 128, dtype=torch.long)
 
     def forward():
@@ -87,7 +87,7 @@ def test_what_blocks_keep_is_known_within_a_hundredth(config, attention, autocas
 
 
 def test_gpt2_keeps_16_widths_a_token_and_block_and_its_statistics():
-    step = Step(DecoderConfig(), MemoryOptions(), 1000, 1, None, "cpu", blocks=1)
+    step = StepMemory(DecoderConfig(), MemoryOptions(), 1000, 1, None, "cpu", blocks=1)
     statistics = 1000 * (2 * 8 + 12 * 4)  # two norms' mean and deviation; a log-sum-exp a head
     assert sum(p.bytes for p in step.kept_by_blocks()) == 1000 * 16 * 768 * 4 + statistics
     plan = plan_memory(GPT2, seqlen=1000, savings=MemoryOptions("standard"))

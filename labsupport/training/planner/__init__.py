@@ -21,7 +21,7 @@ from labsupport.profiling.memory import MemoryUse, measure_peak_memory
 from labsupport.profiling.units import format_bytes, parse_bytes
 from labsupport.training.config import DecoderConfig, MemoryOptions
 from labsupport.training.decoder import Decoder
-from labsupport.training.planner.formulas import Part, Step
+from labsupport.training.planner.formulas import Part, StepMemory
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -124,7 +124,7 @@ def plan_memory(
         raise ValueError(
             f"seqlen is {seqlen}, but the model has learned {config.max_positions} positions."
         )
-    step = Step(config, savings, seqlen, batch, autocast, kind)
+    step = StepMemory(config, savings, seqlen, batch, autocast, kind)
     return MemoryPlan(step.phases(), None if limit is None else parse_bytes(limit))
 
 

@@ -76,7 +76,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMemory:
     """A training step, with the arguments of `plan_memory`; `blocks` is K."""
 
     config: DecoderConfig
