@@ -25,7 +25,7 @@ from labsupport.attention.inputs import (
     check_offsets,
     check_switch,
     check_window,
-    overlaps_itself,
+    overlaps,
 )
 from labsupport.attention.rotary import apply_rotary_emb
 
@@ -235,15 +235,12 @@ def flash_attn_with_kvcache(
     _check_cache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, block_table)
     batch, seqlen_q = q.shape[:2]
     device, new = q.device, 0 if k is None else k.shape[1]
-    if block_table is not None:
-        name, table = "block_table", block_table
-    elif cache_batch_idx is not None:  # a row of the cache is one large page
+    name, table = "block_table", block_table
+    if block_table is None:  # a row of the cache is one large page
         name, table = "cache_batch_idx", cache_batch_idx
-    else:
-        name, table = (
-            "cache_batch_idx, by default 0 to batch - 1,",
-            torch.arange(batch, device=device),
-        )
+        if table is None:
+            name += ", by default 0 to batch - 1,"
+            table = torch.arange(batch, device=device)
     table = _check_table(name, table, batch, device)
     room = table.shape[1] * k_cache.shape[1]
     held = room if cache_seqlens is None else cache_seqlens
@@ -264,7 +261,9 @@ def flash_attn_with_kvcache(
         first = check_integers(
             "cache_leftpad", _to(cache_leftpad, device), (batch,), 0, held, there
         )
-    place = _places(name, table, k_cache, held + new, written_from=None if k is None else held)
+    distinct = block_table is None and cache_batch_idx is None
+    written_from = None if k is None or distinct else held
+    place = _places(name, table, k_cache, held + new, written_from)
     if rotary_cos is not None and rotary_sin is not None and k is not None:
         turn = partial(
             apply_rotary_emb, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved,
@@ -441,10 +440,9 @@ def _kind(x: object) -> str:
 
 def _check_table(name: str, table: Any, batch: int, device: torch.device) -> Tensor:
     """Check whose numbers a table gives, and return it as (batch, columns)."""
-    shape = (batch, table.shape[-1]) if name == "block_table" and isinstance(table, Tensor) and \
-        table.ndim else (batch,)  # fmt: skip
-    table = check_integers(name, table, shape).to(device)
-    return table if table.ndim == 2 else table.unsqueeze(-1)
+    wide = name == "block_table" and isinstance(table, Tensor) and table.ndim > 0
+    shape = (batch, table.shape[-1]) if wide else (batch,)
+    return check_integers(name, table, shape).to(device).reshape(batch, shape[-1] if wide else 1)
 
 
 def _check_cache(
@@ -487,9 +485,7 @@ def _check_cache(
                 f"k and v must be (batch, new, kv_heads, head_dim) as q {_kind(q)} and the cache "
                 f"{_kind(k_cache)} have them, but {_kind(k)} was given."
             )
-        if overlaps_itself(k_cache) or overlaps_itself(v_cache) or (
-            k_cache.data_ptr() == v_cache.data_ptr()
-        ):  # fmt: skip
+        if overlaps(k_cache) or overlaps(v_cache) or overlaps(k_cache, v_cache):
             raise AttentionInputError(
                 "k_cache and v_cache are written to, but one place in memory is several of theirs: "
                 "clone() expanded tensors, and allocate two caches."

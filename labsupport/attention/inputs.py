@@ -167,9 +167,27 @@ def check_integers(
     return x
 
 
-def overlaps_itself(x: Tensor) -> bool:
-    """Return whether `expand` has made several elements one place in memory."""
-    return any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+def overlaps(x: Tensor, other: Tensor | None = None) -> bool:
+    """Return whether elements of x, or of x and another one of its shape, share memory.
+
+    May say so of rare interleaved views, as PyTorch's own check does.
+    """
+    steps = [(stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    if other is not None:
+        apart = other.data_ptr() - x.data_ptr()
+        if x.stride() != other.stride():
+            reach_x, reach_other = (
+                sum((n - 1) * stride for n, stride in zip(y.shape, y.stride(), strict=True))
+                for y in (x, other)
+            )
+            return -reach_other * x.itemsize <= apart <= reach_x * x.itemsize
+        steps.append((abs(apart) // x.itemsize, 2))
+    reach = 0
+    for stride, size in sorted(steps):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:

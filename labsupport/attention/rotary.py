@@ -34,7 +34,7 @@ from labsupport.attention.inputs import (
     check_max_seqlen,
     check_offsets,
     check_switch,
-    overlaps_itself,
+    overlaps,
 )
 
 
@@ -125,10 +125,10 @@ def apply_rotary_emb(
     check_switch("interleaved", interleaved)
     check_switch("inplace", inplace)
     _check_rotation(x, cos, sin)
-    if inplace and (overlaps_itself(x) or (x.is_leaf and x.requires_grad and is_grad_enabled())):
+    if inplace and (overlaps(x) or (x.is_leaf and x.requires_grad and is_grad_enabled())):
         raise AttentionInputError(
-            "inplace=True writes to x, which is a leaf that requires gradients, or expanded: leave "
-            "inplace out, or pass x.clone()."
+            "inplace=True writes to x, which is a leaf that requires gradients, or has elements "
+            "that share memory (expand): leave inplace out, or pass x.clone()."
         )
     cos, sin = _angles_of_tokens(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     return _Rotation.apply(x, cos, sin, interleaved, False, inplace)

@@ -193,6 +193,7 @@ def test_calls_that_do_not_fit_are_refused():
 
 
 HALF = torch.zeros(2, 1, 2, 8, dtype=torch.float16)
+ROOM = torch.zeros(4, 8, 2, 8)
 ONES, TABLE = torch.ones(2, 1, 2, 8), torch.tensor([[0, 1], [2, 3]])
 CALLS = {
     "k without v": ({"v": None}, "k was given without v"),
@@ -246,8 +247,14 @@ CALLS = {
     "other query heads": ({"q": torch.ones(2, 1, 3, 8)}, "3 query heads cannot share 2"),
     "a gradient": ({"k": ONES.clone().requires_grad_()}, "k requires gradients.*no_grad"),
     "caches of two shapes": ({"v_cache": torch.zeros(4, 7, 2, 8)}, "k_cache and v_cache"),
-    "one cache for both": ({"k_cache": "v_cache"}, "allocate two caches"),
-    "an expanded cache": ({"v_cache": torch.zeros(8, 2, 8).expand(4, 8, 2, 8)}, "clone"),
+    "one cache for both": ({"k_cache": ROOM, "v_cache": ROOM}, "allocate two caches"),
+    "caches a token apart": ({"k_cache": ROOM[:, :7], "v_cache": ROOM[:, 1:]}, "allocate two"),
+    "a transposed view": (
+        {"k_cache": ROOM, "v_cache": ROOM.view(4, 2, 8, 8).transpose(1, 2)},
+        "allocate two",
+    ),
+    "an expanded cache": ({"v_cache": ROOM[0].expand(4, 8, 2, 8)}, "clone"),
+    "rows that overlap": ({"v_cache": ROOM.as_strided((4, 8, 2, 8), (64, 16, 8, 1))}, "clone"),
 }
 
 
@@ -257,12 +264,18 @@ def test_a_refused_call_leaves_the_cache_as_it_was(changes, said):
     cos, sin = rotary_angles(torch.arange(16), 8)
     call = {"q": ONES, "k_cache": k_cache, "v_cache": v_cache, "k": ONES, "v": ONES + 1}
     call |= {"rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": 3} | changes
-    if call["k_cache"] is not k_cache:
-        call["k_cache"] = call[call["k_cache"]]
     before = k_cache.clone(), v_cache.clone()
     refused(flash_attn_with_kvcache, **call, match=said)
     assert torch.equal(k_cache, before[0])
     assert torch.equal(v_cache, before[1])
+    assert not ROOM.any()
+
+
+def test_keys_and_values_of_one_buffer_are_two_caches():
+    q, k, v, buffer = tensors((1, 1, 2, 8), (1, 1, 2, 8), (1, 1, 2, 8), (1, 4, 2, 2, 8))
+    out = flash_attn_with_kvcache(q, *buffer.unbind(2), k, v, cache_seqlens=1)
+    assert torch.equal(buffer[:, 1], torch.stack([k, v], 2)[:, 0])
+    close(out, oracle(q, *buffer[:, :2].unbind(2)))
 
 
 whole_numbers = st.integers(-2, 9)
