@@ -1275,6 +1275,8 @@ print("the same text as with Transformers' cache:", texts[0] == texts[1])
 predicted_share = None  # your guess, from 0 to 1
 
 # %% tags=["nbval-check-output"]
+from labsupport.profiling import load_run
+
 steps = load_run("decode-h200").query("batch == 1 and implementation in ['flash_triton', 'decode']")
 share = steps.pivot(index="keys", columns="implementation", values="of_copy").round(2)
 checks.compare_prediction("Share", predicted_share, share.flash_triton.iloc[0])

@@ -1722,8 +1722,10 @@ checks.check_choice_sources(choose, seed=53)
 # %%
 predicted_choices = None  # your guess: two names
 
-
 # %%
+model, _ = analysis.calibrate_run("attention-h200")
+
+
 def options(seqlen):
     """Measured and predicted rows of a length, as `choose` wants them."""
     measured = recorded.query("direction == 'forward' and not causal and seqlen == @seqlen")
@@ -1807,6 +1809,7 @@ ratio = measure_ratio(
 print(f"A causal mask as a tensor takes {ratio.median:.1f} times as long as is_causal=True")
 
 # %% tags=["nbval-check-output"]
+peers = load_run("peers-h200")
 by_dim = peers[(peers.direction == "forward") & ~peers.causal].set_index(["backend", "seqlen"])
 rate = by_dim[by_dim.head_dim == 128].tflops / by_dim[by_dim.head_dim == 64].tflops
 print("H200, FLOP rate, head_dim 128 over 64:", rate.groupby("backend").median().round(2).to_dict())

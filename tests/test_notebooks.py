@@ -1,11 +1,15 @@
 """The notebooks as files: their text twins, their stored outputs, and the tool that keeps both."""
 
+import ast
+import builtins
 import importlib.util
 import json
 import os
+import re
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 from labsupport.paths import notebooks_dir, notebooks_in
 
@@ -114,3 +118,37 @@ def test_a_notebook_is_stored_as_run_from_top_to_bottom_without_errors(path):
         # nbval lets a tagged cell without a stored output pass.
         tagged = "nbval-check-output" in cell.metadata.get("tags", [])
         assert cell.outputs or not tagged, f"code cell {index}: `make notebooks` stored no output"
+
+
+HEADING = re.compile(r"^## (?:\d\.\d+ · .*\n+(.*)|\w.*)", re.MULTILINE)
+
+
+def bound_and_used(source):
+    """Names that a cell binds, and those that it takes from elsewhere."""
+    tree = ast.parse(TransformerManager().transform_cell(source))
+    bound, used = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(name.asname or name.name).split(".")[0] for name in node.names}
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return bound, used - bound - vars(builtins).keys()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_everybody_runs_takes_no_name_from_a_section_that_may_be_skipped(path):
+    known, optional = set(), False
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            for first in HEADING.findall(cell.source):
+                optional = first.startswith("*Further")
+        elif not optional:
+            bound, used = bound_and_used(cell.source)
+            assert used <= known, cell.source
+            known |= bound
