@@ -116,5 +116,8 @@ def test_measurements_of_nothing_are_refused():
             model_flops(LLAMA, *numbers)
     with pytest.raises(ValueError, match="no more logits"):
         model_flops(LLAMA, 1, 8, logits=9)
+    model = tiny("llama").train()
+    negative_log_likelihood(model, ids)  # it has no dropout
+    model.model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match="training mode"):
-        negative_log_likelihood(tiny("llama").train(), ids)
+        negative_log_likelihood(model, ids)

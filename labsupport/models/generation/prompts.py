@@ -194,7 +194,7 @@ def check_model(model: PreTrainedModel) -> None:
     """Refuse a model that cannot continue a text.
 
     Raises:
-        ValueError: no causal language model, or one in training mode.
+        ValueError: no causal language model, or one in training mode with dropout.
     """
     able = getattr(model, "can_generate", lambda: False)()
     if not able or model.config.is_encoder_decoder:
@@ -202,7 +202,8 @@ def check_model(model: PreTrainedModel) -> None:
             f"{type(model).__name__} does not continue texts: this needs a causal language model "
             "of Transformers, such as LlamaForCausalLM (and no encoder-decoder)"
         )
-    if model.training:
+    rates = [getattr(m, name, 0) for m in model.modules() for name in ("p", "attention_dropout")]
+    if model.training and any(isinstance(rate, float) and rate > 0 for rate in rates):
         raise ValueError("the model is in training mode, with dropout: call model.eval()")
 
 
