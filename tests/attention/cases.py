@@ -3,12 +3,16 @@
 import itertools
 import random
 
+import pytest
 import torch
 
 from labsupport.attention import compare_with_oracle, oracle_attention
+from labsupport.attention.kernels import mode
 from labsupport.attention.reference import masked_attention
 
 GPU = torch.cuda.is_available()
+# Tensors on a CPU go through Triton's kernels only where these are interpreted: without a GPU.
+needs_interpreter = pytest.mark.skipif(not mode.interpreted(), reason="the kernels are compiled")
 DEVICES = ["cpu", "cuda"] if GPU else ["cpu"]
 GROUPS = [(2, 2), (4, 2), (3, 1)]  # heads, kv_heads
 MASKS = [

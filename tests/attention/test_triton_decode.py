@@ -156,5 +156,8 @@ def test_what_cannot_be_decoded_is_refused_with_a_reason(change, message):
         "k_cache": torch.zeros(1, 9, 2, 16),
         "v_cache": torch.zeros(1, 9, 2, 16),
     }
+    call = {
+        name: x.to(DEVICE) if name != "num_splits" else x for name, x in (call | change).items()
+    }
     with pytest.raises(AttentionInputError, match=message):
-        decode(**(call | change))
+        decode(**call)

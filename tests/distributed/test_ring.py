@@ -32,7 +32,7 @@ from labsupport.distributed.ring.kernels import FLASH_TORCH, KERNELS
 from labsupport.distributed.ring.merge_kernel import launch_merge
 from labsupport.distributed.ring.merging import Total, merge_into
 from labsupport.distributed.ring.transport import TOTAL, Ring
-from tests.attention.cases import gradients, make_model_qkv, to_math_layout
+from tests.attention.cases import gradients, make_model_qkv, needs_interpreter, to_math_layout
 
 MASKS = {
     "full": {},
@@ -148,6 +148,7 @@ def test_pytorchs_own_kernel_gives_the_same(workers, function):
     assert_like_one_device(workers, 2, causal=False, dtype=torch.bfloat16, **options)
 
 
+@needs_interpreter
 def test_the_triton_kernels_interpreted_give_the_same(workers):
     options = {"length": 3, "dtype": torch.float32, "head_dim": 16, "kernel": "flash_triton"}
     options |= MASKS["wide window on both sides"]
@@ -272,7 +273,9 @@ def not_numbers(rank, group, kernel, name, function):
     return rows, [bool(x.isnan().any()) for x in gradients]
 
 
-@pytest.mark.parametrize("kernel", ["native", "flash_torch", "flash_triton"])
+@pytest.mark.parametrize(
+    "kernel", ["native", "flash_torch", pytest.param("flash_triton", marks=needs_interpreter)]
+)
 def test_a_nan_stays_one_and_reaches_nobody_else(workers, kernel):
     for name, first in (("q", [1]), ("k", [1, 2, 3])):
         (rows, gradients), (others, _) = workers.run(not_numbers, kernel, name, "ring", ranks=2)
@@ -429,6 +432,7 @@ def refusal_on_rank_1(rank, group):
     return refusal(rank, group, lambda _: shards_of(4), options)
 
 
+@needs_interpreter
 def test_what_one_rank_refuses_is_an_error_on_all_and_not_a_hang(workers):
     first, second = workers.run(refusal_on_rank_1, ranks=2)
     assert "rank 1 has refused this call of the ring" in first[1]

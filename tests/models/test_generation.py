@@ -15,6 +15,7 @@ from labsupport.models.generation.generate import fastest_cache, generate, prefi
 from labsupport.models.generation.prompts import Sampler, batch_of, encode
 from labsupport.models.generation.sampler import MemorySampler
 from labsupport.models.integration import register_attention, set_attention
+from tests.attention.cases import needs_interpreter
 from tests.models.tiny import ROWS, TEXTS, lively, own, tiny, words
 
 
@@ -153,6 +154,7 @@ LLAMA3 = {
 SHARED = {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 16}
 
 
+@needs_interpreter
 @pytest.mark.parametrize("rows", [ROWS, ROWS[1:2]], ids=["rows", "one row"])
 @pytest.mark.parametrize("options", [{}, SHARED | {"rope_parameters": LLAMA3}], ids=["", "shared"])
 def test_the_logits_of_a_step_and_the_tokens_are_those_of_the_model(options, rows):
@@ -166,6 +168,7 @@ def test_the_logits_of_a_step_and_the_tokens_are_those_of_the_model(options, row
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@needs_interpreter
 def test_a_graphed_decoder_is_used_again_and_notices_the_end_of_all_rows(monkeypatch):
     monkeypatch.setattr(cuda_graph, "CHECK_EVERY", 2)
     model, batch = lively("llama", num_hidden_layers=1), batch_of(ROWS, "cpu")
