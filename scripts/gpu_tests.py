@@ -39,9 +39,10 @@ def main(options: list[str]) -> int:
     for name, row in found.items():
         print(f"{name:44}", *(f"{row[outcome]:6} {outcome}" for outcome in OUTCOMES))
     passed, failed, _ = (sum(row[outcome] for row in found.values()) for outcome in OUTCOMES)
-    print(f"{torch.cuda.get_device_name()}, {time.monotonic() - started:.0f} s")
+    card = torch.cuda.get_device_name()
+    print(f"{card}, {time.monotonic() - started:.0f} s")
     versions = platform.python_version().rpartition(".")[0], torch.__version__.partition("+")[0]
-    row = *versions, triton.__version__, transformers.__version__, "`make test-gpu`"
+    row = *versions, triton.__version__, transformers.__version__, f"`make test-gpu`, {card}"
     print("|", " | ".join(map(str, (*row, f"{passed:,}", failed, date.today()))), "|")
     return status
 
