@@ -45,6 +45,8 @@ def monitor_command(
     """
     if live == bool(command):
         raise ValueError("which program? monitor -- COMMAND, or monitor --live without one")
+    if device and device >= len(read_gpus()):
+        raise ValueError(f"--device {device}: there are {len(read_gpus())} GPUs")
     if command:
         raise typer.Exit(run_monitored(command, interval or 0.1, out, chart, device))
     _watch(interval or 1.0)
@@ -122,9 +124,10 @@ def _report(
     import pandas as pd
 
     table = pd.DataFrame(rows).round(3)
-    found = []
+    table = table[table["used_mib"] > 0]  # after its end a program uses nothing
+    found = ["it ended before its memory was read"] if table.empty else []
     for column, words in (("used_mib", "memory"), ("gpu_used_mib", "GPU memory of all programs")):
-        if column in table:
+        if column in table and not table.empty:
             used = table[column]
             peak = (
                 f"{words}: peak {used.max():,.0f} MiB after {table['time_s'][used.idxmax()]:.1f} s"
@@ -134,7 +137,7 @@ def _report(
         print(f"labsupport monitor: {line}", file=sys.stderr)
     if out is not None:
         table.to_csv(out, index=False)
-    if chart is not None:
+    if chart is not None and not table.empty:
         from labsupport.plotting.charts import plot_samples
 
         small_print = f"{datetime.date.today()}; {len(table)} samples, shorter peaks can be missed"

@@ -299,8 +299,8 @@ class TrainConfig:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}: above 0, or None")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}: two numbers from 0 to below 1")
-        if self.seed < 0 or self.seed % 1:
-            raise ValueError(f"seed is {self.seed}: a whole number, 0 or more")
+        if not 0 <= self.seed < 2**32 or self.seed % 1:
+            raise ValueError(f"seed is {self.seed}: a whole number from 0 to below 2^32")
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"autocast is {self.autocast}: bfloat16, float16, or None for float32")
         if self.autocast is not None and self.policy is not None:

@@ -75,7 +75,7 @@ def pack(
         end_token: follows each document, and fills the rest of the last sequence.
 
     Raises:
-        ValueError: length below 2.
+        ValueError: length below 2, or from 2^31 on.
         TypeError: a document that is no sequence of integers: a text has to be encoded first.
 
     >>> first, second = pack([[1, 1, 1, 1, 1], [2, 2, 2], [3, 3, 3, 3, 3]], 8, end_token=0)
@@ -93,8 +93,8 @@ def _cut(
     documents: Iterable[Sequence[int] | Encoded], length: int, end_token: int
 ) -> Iterator[Cut]:
     """Yield each sequence's tokens, labels, and starts of documents, unpadded."""
-    if length < 2:
-        raise ValueError(f"a sequence has 2 tokens or more, not {length}")
+    if not 2 <= length < 2**31:  # cu_seqlens are int32
+        raise ValueError(f"a sequence has 2 tokens or more, and below 2^31, not {length}")
     tokens: list[int] = []
     labels: list[int] = []
     starts: list[int] = []
@@ -305,7 +305,7 @@ def data_named(value: str) -> str | list[str]:
         return value
     paths = value.split(",")
     for path in paths:
-        if not Path(path).exists():
+        if not path or not Path(path).exists():
             raise ValueError(
                 f"unknown data {path!r}: give one of {', '.join(DATA)}, or text files and folders"
             )
@@ -422,8 +422,8 @@ def source_documents(modules: str | Iterable[str] = MODULES) -> list[Document]:
 def documents_from(paths: str | Path | Iterable[str | Path]) -> list[Document]:
     """Read text files as documents; of a folder, all text files in it and below, sorted by path.
 
-    A string is one path. Text is UTF-8 without NUL. In a folder other files are left out, and so is
-    what is hidden.
+    A string is one path, and an empty one is none. Text is UTF-8 without NUL. In a folder other
+    files are left out, and so is what is hidden.
 
     Raises:
         FileNotFoundError: no such file or folder.
@@ -434,6 +434,8 @@ def documents_from(paths: str | Path | Iterable[str | Path]) -> list[Document]:
     """
     documents = []
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
+    if "" in paths:  # Path("") is the folder that one happens to be in
+        raise ValueError(f"there is an empty path in {paths}: give text files or folders")
     for path in map(Path, paths):
         files = [path]
         if path.is_dir():

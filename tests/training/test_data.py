@@ -177,7 +177,7 @@ def test_no_token_is_lost_or_doubled_and_each_predicts_the_next_of_its_document(
     assert last.labels[0, length - last.padding :].eq(IGNORED).all()
     assert (last.tokens.shape, last.tokens.dtype) == ((1, length), torch.int64)
     assert last.cu_seqlens.dtype == torch.int32
-    with pytest.raises(ValueError, match="2 tokens or more, not 1"):
+    with pytest.raises(ValueError, match=r"2 tokens or more, .*not 1"):
         list(pack([[1]], 1, end_token=END))
 
 

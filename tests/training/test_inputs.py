@@ -137,6 +137,9 @@ def test_a_string_is_one_path_and_one_name(tmp_path):
     assert named[0][0].text == "some text"
     assert [document.name[:8] for document in source_documents("argparse")] == ["argparse"]
     assert MemoryOptions.named("checkpoint") == MemoryOptions(checkpoint=True)
+    for nothing in ("", ["", notes]):
+        with pytest.raises(ValueError, match="empty path"):
+            documents_from(nothing)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no text in .*empty"):
         documents_from(iter([tmp_path / "empty"]))
