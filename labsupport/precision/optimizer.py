@@ -47,6 +47,7 @@ class MixedPrecisionOptimizer:
     Raises:
         ValueError: no parameter to train, one that is not the model's or comes twice, float16
             parameters without wider masters, an init_scale that is not above 0 and finite.
+        TypeError: groups that are no mappings with "params".
 
     >>> model = torch.nn.Linear(8, 10).bfloat16()  # or under a policy
     >>> optimizer = MixedPrecisionOptimizer(model, FlashAttentionConfig(), lr=1e-3)
@@ -77,10 +78,16 @@ class MixedPrecisionOptimizer:
             raise ValueError(f"init_scale is {init_scale}, and must be above 0 and finite.")
         if groups is None:
             groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
-        wide = [
-            {**group, "params": [self._master(p, names, config.optimizer) for p in group["params"]]}
-            for group in groups
-        ]
+        wide = []
+        for group in groups:
+            if not isinstance(group, Mapping) or "params" not in group:
+                raise TypeError(
+                    f'a group is a mapping, {{"params": [...], ...}}, not {type(group).__name__}'
+                )
+            own = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+            wide.append(
+                {**group, "params": [self._master(p, names, config.optimizer) for p in own]}
+            )
         if not self._pairs:
             raise ValueError("there is no parameter to train.")
         self.optimizer = optimizer(wide, **options)
@@ -237,7 +244,8 @@ class MixedPrecisionOptimizer:
         """Continue from `state_dict()`; the model's weights follow from the masters.
 
         Raises:
-            ValueError: it is of other parameters, or of a policy with other dtypes.
+            ValueError: it is of other parameters, of a policy with other dtypes, or of another
+                class of optimizer.
         """
         here = self._masters()
         theirs = state["masters"]
@@ -255,6 +263,15 @@ class MixedPrecisionOptimizer:
             raise ValueError(
                 "only one of this state and this optimizer scales losses. Was it saved under the "
                 "same policy?"
+            )
+        saved, own = (
+            groups[0].keys()
+            for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
+        )
+        if missing := sorted(own - saved):
+            raise ValueError(
+                f"this state is of another optimizer than {type(self.optimizer).__name__}: it has "
+                f"no {', '.join(missing)}."
             )
         self.optimizer.load_state_dict(state["optimizer"])
         for name, master in theirs.items():

@@ -300,5 +300,13 @@ def test_what_cannot_be_optimized_or_loaded_is_refused():
         with pytest.raises(ValueError, match="same policy"):
             low.load_state_dict(state)
         assert equal(weights(model), before)
+    other = tiny(config, torch.optim.SGD)[1].state_dict()
+    with pytest.raises(ValueError, match="another optimizer than AdamW: it has no amsgrad"):
+        low.load_state_dict(other)
+    one = {"params": model.mlp[0].weight}
+    (master,) = MixedPrecisionOptimizer(model, config, groups=[one]).masters
+    assert master == "mlp.0.weight"
+    with pytest.raises(TypeError, match="a group is a mapping"):
+        MixedPrecisionOptimizer(model, config, groups=model.parameters())
     with pytest.raises(ValueError, match="init_scale is nan"):
         tiny(CONFIGS["float16"], init_scale=math.nan)
