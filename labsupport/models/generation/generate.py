@@ -115,7 +115,8 @@ class Generation:
                 + (f" (batch {rows})" if rows > 1 else "")
             )
         if self.step_s:
-            lines[-1] += f", {1e3 * statistics.median(self.step_s):.2f} ms a step (median)"
+            median = statistics.median(self.step_s)
+            lines[-1] += f", {1e3 * median:.2f} ms a step (median), {1 / median:,.1f} steps/s"
         lines.append(f"cache    {self.cache}")
         lines.append(
             f"memory   {format_bytes(self.peak_bytes)} at the peak, "
