@@ -84,11 +84,14 @@ class ProcessComm(Comm):
     def all_reduce(self, x: Tensor) -> Callable[[], None]:
         """See `Comm`."""
         self.log.append(("all_reduce", x.nbytes))
-        work = dist.all_reduce(x, async_op=True)
+        dense = x.contiguous()  # of another one gloo writes over the memory between its entries
+        work = dist.all_reduce(dense, async_op=True)
 
         def wait() -> None:
             self.log.append(("wait", x.nbytes))
             work.wait()
+            with torch.no_grad():
+                x.copy_(dense)
 
         return wait
 
@@ -106,10 +109,17 @@ class ProcessComm(Comm):
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         """See `Comm`."""
         self.log.append(("reduce_scatter", whole.nbytes))
-        parts = [part.contiguous() for part in whole.chunk(self.world)]
+        parts = [part.contiguous() for part in equal_parts(whole, self.world)]
         own = torch.empty_like(parts[0])
         dist.reduce_scatter(own, parts)
         return own
+
+
+def equal_parts(whole: Tensor, world: int) -> Sequence[Tensor]:
+    """Cut a tensor's first dimension for the ranks; RehearsalError if it is no multiple of them."""
+    if len(whole) % world:
+        raise RehearsalError(f"{len(whole)} rows cannot be cut into {world} equal parts")
+    return whole.chunk(world)
 
 
 # --- rehearsal ------------------------------------------------------------------------------------
@@ -122,12 +132,15 @@ def rehearse(function: Callable[[Comm], T], world: int) -> list[T]:
         What the function returned on each rank, by rank.
 
     Raises:
+        ValueError: no ranks.
         RehearsalError: a rank waits for something that no rank will send, or the ranks call
             different operations. An exception of the function's own passes through.
 
     >>> rehearse(lambda comm: comm.rank, 3)
     [0, 1, 2]
     """
+    if world < 1:
+        raise ValueError(f"a rehearsal needs at least 1 rank, but {world} were given")
     meeting, results, errors = _Meeting(world), [None] * world, []
 
     def run(rank: int) -> None:
@@ -235,14 +248,14 @@ class _ThreadComm(Comm):
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         parts = self._meet("reduce_scatter", whole)()
-        return torch.stack(parts).sum(0).chunk(self.world)[self.rank].clone()
+        return equal_parts(torch.stack(parts).sum(0), self.world)[self.rank].clone()
 
     def _meet(self, what: str, x: Tensor) -> Callable[[], list[Tensor]]:
         """Bring a tensor to a collective; the result waits for those of all ranks."""
         self.log.append((what, x.nbytes))
         number = self._collectives
         self._collectives += 1
-        kind = what, tuple(x.shape)
+        kind = what, f"{tuple(x.shape)} {x.dtype}"
         self._meeting.post((number, self.rank), (kind, x.detach().clone()))
 
         def collect() -> list[Tensor]:

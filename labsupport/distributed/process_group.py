@@ -75,8 +75,8 @@ def setup_ddp(backend: str | None = None, timeout: float | None = None) -> RankI
 
     Raises:
         RuntimeError: the group exists already.
-        ValueError: an unknown backend; fewer GPUs than processes on this machine, which NCCL does
-            not accept.
+        ValueError: an unknown backend; a timeout that is not above 0; fewer GPUs than processes on
+            this machine, which NCCL does not accept.
 
     >>> info = setup_ddp()  # under torchrun one of many
     >>> info.rank, info.world
@@ -89,6 +89,8 @@ def setup_ddp(backend: str | None = None, timeout: float | None = None) -> RankI
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend not in ("gloo", "nccl"):
         raise ValueError(f'backend is {backend!r}, and must be "gloo" or "nccl"')
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout is {timeout}, and must be seconds above 0, or None")
     if backend == "nccl":
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local >= gpus:

@@ -74,9 +74,14 @@ class Shard:
 def shard_length(seqlen: int, world_size: int, *, zigzag: bool = True) -> int:
     """Return the number of tokens of each rank's shard, fillers included.
 
+    Raises:
+        ValueError: no tokens.
+
     >>> shard_length(1001, 2), shard_length(1001, 2, zigzag=False)
     (502, 501)
     """
+    if seqlen < 1:
+        raise ValueError(f"a sequence has at least 1 token, but {seqlen} were given")
     chunks = len(chunks_of(0, world_size, zigzag=zigzag))
     return -(-seqlen // (world_size * chunks)) * chunks
 
@@ -103,6 +108,9 @@ def shard_batch(batch: Any, rank: int, world_size: int, *, zigzag: bool = True) 
         raise ValueError(
             f"a sharded sequence has {', '.join(_KNOWN)}, and the batch also {', '.join(unknown)}"
         )
+    for name, x in given.items():
+        if x.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{name} must be integers, but {x.dtype} was given: {name}.long()")
     tokens, labels = given["tokens"], given["labels"]
     if tokens.ndim != 2 or 0 in tokens.shape or labels.shape != tokens.shape:
         raise ValueError(
@@ -110,7 +118,10 @@ def shard_batch(batch: Any, rank: int, world_size: int, *, zigzag: bool = True) 
             "(batch, seqlen), at least one of each"
         )
     rows, seqlen = tokens.shape
-    ends = [end for end in given.get("cu_seqlens", torch.empty(0)).tolist() if end > 0]
+    offsets = given.get("cu_seqlens", torch.tensor([0])).tolist()
+    if offsets != sorted(offsets) or offsets[0] != 0 or offsets[-1] > seqlen:
+        raise ValueError(f"cu_seqlens must rise from 0 to at most {seqlen}, not {offsets}")
+    ends = [end for end in offsets if end > 0]
     # What follows the first document sees it here. Without labels it leaves no trace.
     if ends and bool((labels[:, ends[0] :] != IGNORED).any()):
         raise ValueError(
@@ -125,6 +136,8 @@ def shard_batch(batch: Any, rank: int, world_size: int, *, zigzag: bool = True) 
             f"positions {tuple(positions.shape)} must be ({seqlen},) or {(rows, seqlen)}, one for "
             "each token of the whole sequence"
         )
+    if int(positions.min()) < 0:
+        raise ValueError(f"positions begin at 0, but {int(positions.min())} was given")
     farthest = int(positions.max())
     own_length = shard_length(seqlen, world_size, zigzag=zigzag)
     short = world_size * own_length - seqlen
@@ -242,9 +255,12 @@ class SequenceParallel:
             total: N, the labels that the mean is over; None: those of this micro-batch.
 
         Raises:
+            ValueError: `total` is less than the micro-batch's own labels.
             AttentionInputError, BackendUnavailableError: the kernel cannot compute it.
         """
         total = shard.total if total is None else total
+        if total < shard.total:
+            raise ValueError(f"total={total}, but this micro-batch alone has {shard.total} labels")
         # Of no labels the mean is 0, with gradients of 0.
         mean = self.model(shard.tokens, shard.labels, positions=shard.positions)
         return mean * ((shard.labels != IGNORED).sum().to(mean.dtype) / max(total, 1))

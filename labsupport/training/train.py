@@ -115,6 +115,21 @@ class Share:
     tokens: int
 
 
+def _check_same_on_all_ranks(group: Any, settings: dict[str, Any], model: nn.Module) -> None:
+    """Raise ValueError, on all ranks, for what would let their weights go apart."""
+    trained = [(n, tuple(p.shape)) for n, p in model.named_parameters() if p.requires_grad]
+    own = settings | {"trainable weights": trained}
+    given: list[Any] = [None] * group.size()
+    dist.all_gather_object(given, own, group=group)
+    for rank, other in enumerate(given):
+        if names := [name for name in own if other.get(name) != given[0].get(name)]:
+            first, there = (str(each.get(names[0]))[:80] for each in (given[0], other))
+            raise ValueError(
+                f"all ranks train alike, but ranks 0 and {rank} differ in {', '.join(names)} "
+                f"({names[0]}: {first} and {there}): give them the same"
+            )
+
+
 class Trainer:
     """A model and its optimizer, alone or as one of several ranks.
 
@@ -143,8 +158,9 @@ class Trainer:
     Raises:
         ResumeError: the folder's run had other settings, or another model; names the differences.
         CheckpointError: the newest checkpoint cannot be read.
-        ValueError: weights that are not float32 (or float64) and under no policy, none that needs
-            gradients; a policy for a model in DDP or FSDP.
+        ValueError: ranks with other settings or trainable weights; weights that are not float32
+            (or float64) and under no policy, none that needs gradients; a policy for a model in
+            DDP or FSDP.
     """
 
     def __init__(
@@ -177,9 +193,14 @@ class Trainer:
             if (saved := self.checkpoints.run()) is not None:
                 check_same_run_config(saved["run_config"], self.run_config, folder)
         self.averages = isinstance(model, DistributedDataParallel | FSDPModule)
+        if group is not None:
+            own = self.run_config | {"steps": settings.steps}
+            _check_same_on_all_ranks(group, own, self.model)
         if group is not None and not self.averages:
             for tensor in self.model.state_dict().values():
-                dist.broadcast(tensor, group=group, group_src=0)
+                dense = tensor.contiguous()  # of another one gloo writes between its entries
+                dist.broadcast(dense, group=group, group_src=0)
+                tensor.copy_(dense)
         if settings.policy is not None:
             if self.averages:
                 raise ValueError(
