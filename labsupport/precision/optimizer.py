@@ -84,7 +84,8 @@ class MixedPrecisionOptimizer:
                 raise TypeError(
                     f'a group is a mapping, {{"params": [...], ...}}, not {type(group).__name__}'
                 )
-            own = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+            own: Any = group["params"]
+            own = [own] if isinstance(own, Tensor) else own
             wide.append(
                 {**group, "params": [self._master(p, names, config.optimizer) for p in own]}
             )
