@@ -72,8 +72,7 @@ def sweep_command(
     )
     bounds = {"max_seconds": max_seconds, "repeats": repeats}
     table = run_grid(cases, device=where, measure_error=errors, progress=not quiet, **bounds)
-    text = format_table(table) if len(table) else "nothing was measured"
-    options.show_table(text, table, to_json, to_csv)
+    options.show_table(format_table(table), table, to_json, to_csv)
     if chart is not None and len(table):
         for path in write_charts(table, chart):
             typer.echo(f"chart: {path}", err=True)

@@ -84,8 +84,8 @@ class MixedPrecisionOptimizer:
                 raise TypeError(
                     f'a group is a mapping, {{"params": [...], ...}}, not {type(group).__name__}'
                 )
-            own: Any = group["params"]
-            own = [own] if isinstance(own, Tensor) else own
+            given: Any = group["params"]
+            own: list[Any] = [given] if isinstance(given, Tensor) else list(given)
             wide.append(
                 {**group, "params": [self._master(p, names, config.optimizer) for p in own]}
             )

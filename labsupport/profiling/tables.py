@@ -77,6 +77,8 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 def format_table(table: pd.DataFrame) -> str:
     """Return the table as aligned text for a terminal: only axes that vary get a column."""
+    if table.empty:
+        return "nothing was measured"
     if "standard" in set(table["backend"]) and "speedup" not in table:
         table = speedup(table)
     axes = ["batch", "heads", "kv_heads", "kv_seqlen", "head_dim", "dtype", "causal", "direction"]
@@ -183,10 +185,15 @@ def arithmetic_bound_ms(table: pd.DataFrame, tflops: float) -> Callable[[float],
 
     For `plotting.Reference`. The table holds one shape and one direction.
 
+    Raises:
+        ValueError: several shapes, or a rate that is not above 0.
+
     >>> table = run_grid(grid(["sdpa_flash"], [64]), repeats=3, progress=False)
     >>> arithmetic_bound_ms(table, tflops=10)(8192)  # 10 TFLOP/s
     6.871947...
     """
+    if not tflops > 0:
+        raise ValueError(f"tflops is {tflops}, and must be above 0")
     first = _one_shape(table)
     return lambda seqlen: replace(first, seqlen=int(seqlen), kv_seqlen=0).flops() / tflops / 1e9
 

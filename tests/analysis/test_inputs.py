@@ -15,6 +15,7 @@ from labsupport.analysis.traffic.formulas import elements_needed
 from labsupport.attention import oracle_attention
 from labsupport.profiling import grid, measure_time, run_grid
 from labsupport.profiling.grids import Case, errors_by_dtype
+from labsupport.profiling.tables import arithmetic_bound_ms, format_table
 from labsupport.profiling.timing import measure_interleaved, resolve_device
 from labsupport.training.measure import exponent
 
@@ -104,6 +105,10 @@ def test_rates_sizes_and_exponents_of_nothing_are_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"at least|no formula|unknown|no blocks|must be"):
             refused()
+    table = run_grid(Case("standard", 8), device="cpu", repeats=1, progress=False)
+    with pytest.raises(ValueError, match="tflops is 0"):
+        arithmetic_bound_ms(table, 0)
+    assert format_table(table[:0]) == "nothing was measured"
     for values in ([1, math.nan], [1, math.inf], [1, 0], [1]):
         with pytest.raises(ValueError, match="exponent"):
             exponent([1, 2], values)

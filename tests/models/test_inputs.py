@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labsupport.models import negative_log_likelihood
+from labsupport.models import compare_attention, negative_log_likelihood
 from labsupport.models.flops import model_flops
 from labsupport.models.generation.generate import prefill_and_decode
 from labsupport.models.generation.prompts import Batch, Sampler, batch_of, check_logits
@@ -119,5 +119,10 @@ def test_measurements_of_nothing_are_refused():
     model = tiny("llama").train()
     negative_log_likelihood(model, ids)  # it has no dropout
     model.model.layers[0].self_attn.attention_dropout = 0.1
+    for options in ({"repeats": 0}, {"prompt": ["a", "b"]}):
+        with pytest.raises(ValueError, match="one text and at least 1 repeat"):
+            compare_attention(LLAMA, None, **({"prompt": "a"} | options))
+    with pytest.raises(ValueError, match="and whole"):
+        prefill_and_decode(LLAMA, batch_of([[1]], "cpu"), 1.5)
     with pytest.raises(ValueError, match="training mode"):
         negative_log_likelihood(model, ids)

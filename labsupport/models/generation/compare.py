@@ -132,7 +132,8 @@ def compare_attention(
         repeats: timed runs of each kind, in turns, after one that does not count.
 
     Raises:
-        ValueError: not two different backends; otherwise as `generate` and `set_attention`.
+        ValueError: not two different backends, not one text, repeats below 1; otherwise as
+            `generate` and `set_attention`.
 
     >>> story = load_model("stories15m", device="cpu")
     >>> both = compare_attention(
@@ -145,6 +146,8 @@ def compare_attention(
 
     if isinstance(backends, str) or len(set(backends)) != 2 or len(backends) != 2:
         raise ValueError(f"two different backends are needed, got {', '.join(backends)}")
+    if not isinstance(prompt, str) or repeats < 1:
+        raise ValueError(f"one text and at least 1 repeat are needed: {prompt!r:.40}, {repeats}")
     check_model(model)
     batch = encode(tokenizer, prompt, model.device, chat=chat)
     check_room(model, batch, max_new_tokens)

@@ -214,8 +214,8 @@ def check_room(model: PreTrainedModel, batch: Batch, max_new_tokens: int) -> Non
         ValueError: max_new_tokens below 0; a token that has no row of the embedding; a prompt that,
             with the new tokens, is longer than the model's positions.
     """
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    if max_new_tokens < 0 or max_new_tokens % 1:
+        raise ValueError(f"max_new_tokens must be 0 or more, and whole, got {max_new_tokens}")
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
     for token in torch.stack(torch.aminmax(batch.ids)).tolist():
