@@ -320,9 +320,11 @@ SDPA_MATH = Sdpa(SDPBackend.MATH, "aten::_scaled_dot_product_attention_math")
 
 
 def flex_reasons(call: AttentionCall) -> list[str]:
-    """FlexAttention is compiled: on a CPU by a C++ compiler."""
+    """FlexAttention is compiled: on a CPU by a C++ compiler, on a GPU for products of 16."""
     if call.q.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return ["needs a C++ compiler on a CPU: install g++ (Linux) or Xcode's tools (macOS)"]
+    if call.q.device.type == "cuda" and call.head_dim < 16:
+        return [f"needs head_dim to be at least 16 on a GPU, not {call.head_dim}"]
     return []
 
 
