@@ -30,8 +30,8 @@ class ErrorReport:
 
     @property
     def ok(self) -> bool:
-        """Within the rule; NaN never is."""
-        return self.max_error <= self.allowed
+        """Within the rule; NaN and an infinite error never are."""
+        return self.max_error <= self.allowed and self.max_error < torch.inf
 
     def __str__(self) -> str:
         verdict = "within" if self.ok else "NOT within"
@@ -73,11 +73,21 @@ def compare_with_oracle(
 
 
 def max_error(result: Tensor, oracle: Tensor) -> float:
-    """Largest absolute difference; NaN if either holds one."""
-    return (result.double() - oracle.double()).abs().max().item()
+    """Largest absolute difference; NaN if either holds one, 0 between equal infinities."""
+    difference = _difference(result, oracle).abs()
+    return difference.max().item() if difference.numel() else 0.0
 
 
 def relative_error(result: Tensor, oracle: Tensor) -> float:
-    """||result - oracle|| / ||oracle|| (Frobenius norms)."""
-    difference = torch.linalg.vector_norm(result.double() - oracle.double())
-    return (difference / torch.linalg.vector_norm(oracle.double())).item()
+    """||result - oracle|| / ||oracle|| (Frobenius norms, without infinities that both hold).
+
+    0 where result and oracle are equal, although the oracle is 0.
+    """
+    error = torch.linalg.vector_norm(_difference(result, oracle)).item()
+    size = torch.linalg.vector_norm(oracle.double().masked_fill(oracle.isinf(), 0.0)).item()
+    return error / size if size else error and torch.inf * error
+
+
+def _difference(result: Tensor, oracle: Tensor) -> Tensor:
+    result, oracle = result.double(), oracle.double()
+    return (result - oracle).masked_fill(result == oracle, 0.0)

@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from html import escape
+from inspect import signature
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -48,10 +49,13 @@ from labsupport.attention.implementations import (
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_alibi_slopes,
+    check_causal,
     check_model_layout,
     check_packed_layout,
+    check_scale,
     check_softcap,
     check_window,
+    refuse_options,
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -64,7 +68,14 @@ def _torch_function(function: _Function) -> _Function:
     A precision tracker or policy then sees `attention` like any function of PyTorch's own, and
     nothing of what its backends do inside.
     """
-    wrapped: Any = wrap_torch_function(lambda q, k, v, *args, **options: (q, k, v))(function)
+    known = {*signature(function).parameters, *AttentionOptions.__annotations__} - {"options"}
+
+    def tensors(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[Any, ...]:
+        if not options.keys() <= known:
+            refuse_options(function.__name__, options, sorted(known))
+        return q, k, v
+
+    wrapped: Any = wrap_torch_function(tensors)(function)
     return wrapped
 
 
@@ -110,6 +121,10 @@ def attention(
     Raises:
         AttentionInputError: the inputs do not fit together, or the backend's name is unknown.
         BackendUnavailableError: the backend cannot run these inputs here; says every reason.
+        TypeError: an option of another function, whose name is given.
+
+    A NaN in a query stays visible except in PyTorch's kernel for CPUs (`sdpa_flash`), which makes
+    that row 0; in the gradients, too, as in all backends for a query that sees no key.
 
     >>> q = k = v = torch.randn(1, 16, 4, 8)
     >>> attention(q, k, v, causal=True).shape
@@ -273,6 +288,8 @@ def _check(call: AttentionCall, check_layout: bool) -> None:
     else:
         check_model_layout(call.q, call.k, call.v, check_layout=check_layout)
         sequences = call.q.shape[0]
+    check_causal(call.causal)
+    check_scale(call.softmax_scale)
     check_window(call.window_size)
     check_softcap(call.softcap)
     check_alibi_slopes(call.alibi_slopes, sequences, call.heads)

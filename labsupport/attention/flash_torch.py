@@ -33,7 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.attention.inputs import check_math_layout, first_derivative_only
+from labsupport.attention.inputs import (
+    check_constant_slopes,
+    check_math_layout,
+    check_scale,
+    first_derivative_only,
+)
 from labsupport.attention.masks import AttentionMask, alibi_bias
 from labsupport.attention.online_softmax import accumulate_block, finite_or_zero, nonzero
 
@@ -106,6 +111,7 @@ def flash_attention_forward(
     (torch.Size([4, 100, 8]), torch.Size([4, 100]))
     """
     check_math_layout(q, k, v)
+    check_scale(softmax_scale)
     band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=is_causal, window_size=window_size)
     block_q, block_k = _block_sizes(q, k, block_q or block_size, block_k or block_size)
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
@@ -214,6 +220,7 @@ class FlashAttentionFunction(torch.autograd.Function):
         block_k: int | None = None,
     ) -> Tensor:
         """Run the tiled forward, and save what the backward recomputes P from."""
+        check_constant_slopes(alibi_slopes)
         ctx.options = {
             "is_causal": is_causal, "softmax_scale": softmax_scale, "window_size": window_size,
             "alibi_slopes": alibi_slopes, "block_q": block_q, "block_k": block_k,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from labsupport.attention.call import AttentionCall
-from labsupport.attention.inputs import AttentionInputError, check_model_layout
+from labsupport.attention.inputs import AttentionInputError, check_model_layout, check_scale
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.config import HOPPER
 
@@ -73,6 +73,7 @@ def fp8_attention(
     labsupport.attention.inputs.AttentionInputError: ... has head_dim 64 or 128, not 96...
     """
     check_model_layout(q, k, v)
+    check_scale(softmax_scale)
     _check_fp8(q, k, v)
     from labsupport.attention.kernels.forward_fp8 import launch
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -210,21 +211,75 @@ def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_devices(q, k, v)
 
 
-def check_mask(mask: Tensor | None) -> None:
-    """Refuse a mask of 0 and 1, such as a tokenizer's attention_mask, integer or floating."""
+def check_mask(mask: Tensor | None, scores: tuple[int, ...]) -> None:
+    """Check that a mask broadcasts to the shape of the scores, and is not one of 0 and 1.
+
+    A tokenizer's attention_mask is, integer or floating.
+    """
     dtype = getattr(mask, "dtype", type(mask).__name__)
     if mask is not None and dtype != torch.bool and not getattr(dtype, "is_floating_point", False):
         raise AttentionInputError(
             "mask must be boolean (True where a query may look) or floating (added to the scores), "
             f"but {dtype} was given: a mask of 0 and 1 becomes boolean with mask.bool()."
         )
-    if mask is None or dtype == torch.bool or torch.compiler.is_compiling():
+    if mask is None:
+        return
+    shape = tuple(mask.shape)
+    sizes = zip(reversed(shape), reversed(scores), strict=False)
+    if len(shape) > len(scores) or not all(size in (1, whole) for size, whole in sizes):
+        raise AttentionInputError(
+            f"mask must broadcast to the scores (..., seqlen_q, seqlen_k), here {scores}, but "
+            f"shape {shape} was given. A mask of keys (batch, seqlen_k) becomes "
+            "mask[:, None, None, :] for inputs (batch, heads, seqlen, head_dim)."
+        )
+    if dtype == torch.bool or torch.compiler.is_compiling():
         return
     if bool(((mask == 0) | (mask == 1)).all() & (mask == 1).any()):
         raise AttentionInputError(
             "a floating mask is added to the scores, so one of 0 and 1 hides nothing: it makes the "
             "weights of its ones e times as large. Pass mask.bool(), True where a query may look."
         )
+
+
+def check_scale(softmax_scale: object) -> None:
+    """Check that the factor on the scores is a finite number: no tensor, which might be trained."""
+    if softmax_scale is None:
+        return
+    number = isinstance(softmax_scale, Real) and not isinstance(softmax_scale, bool)
+    if not number or not math.isfinite(softmax_scale):
+        raise AttentionInputError(
+            f"softmax_scale is a finite number, a constant here, but {softmax_scale!r} was given. "
+            "Take the number of a tensor with .item(); to train a scale, multiply q by it, and "
+            "pass softmax_scale=1.0."
+        )
+
+
+def check_causal(causal: object) -> None:
+    """Check that `causal` is True or False: any other object would count as True."""
+    if causal not in (True, False) or isinstance(causal, Tensor):
+        raise AttentionInputError(f"causal is True or False, but {causal!r} was given.")
+
+
+_ELSEWHERE = {
+    "mask": "masks: standard_attention(..., mask)",
+    "attn_mask": "masks: standard_attention(..., mask), or PyTorch's scaled_dot_product_attention",
+    "score_mod": "score_mod: torch.nn.attention.flex_attention.flex_attention",
+    "block_mask": "block_mask: torch.nn.attention.flex_attention.flex_attention",
+    "dropout_p": "dropout: torch.nn.functional.scaled_dot_product_attention, on a GPU",
+    "is_causal": "it is called causal=, and aligned bottom-right",
+    "scale": "it is called softmax_scale=",
+    "enable_gqa": "leave it out: fewer key heads are shared without it",
+    "cu_seqlens_q": "packed sequences: attention_varlen",
+    "cu_seqlens_k": "packed sequences: attention_varlen",
+}
+
+
+def refuse_options(function: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for options that a function does not have; says which function has them."""
+    for name in options:
+        if name not in known:
+            place = _ELSEWHERE.get(name, f"there are {', '.join(known)}")
+            raise TypeError(f"{function} has no option {name!r}: {place}.")
 
 
 def check_window(window_size: object) -> None:
@@ -257,7 +312,12 @@ def check_alibi_slopes(alibi_slopes: Tensor | None, batch: int, heads: int) -> N
             f"heads and batch size {batch}, but {shape or type(alibi_slopes).__name__} was given: "
             "torch.tensor(...) converts a list."
         )
-    if alibi_slopes.requires_grad:
+    check_constant_slopes(alibi_slopes)
+
+
+def check_constant_slopes(alibi_slopes: Tensor | None) -> None:
+    """Check that no gradient of the slopes is wanted, since none is computed."""
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise AttentionInputError(
             "alibi_slopes.requires_grad is True, but slopes are constants here: pass "
             "alibi_slopes.detach()."

@@ -134,10 +134,12 @@ def alibi_bias(
         offset: `seqlen_k - seqlen_q` (bottom-right alignment, as flash-attn has it).
 
     Returns:
-        (..., rows, cols) in `dtype`, to be added to the scaled scores.
+        (..., rows, cols) in `dtype`, to be added to the scaled scores;
+        made in float32 or wider, as bfloat16 has no 257.
 
     Source: Press et al., "Train Short, Test Long" (2022), section 3.
     """
-    i = torch.arange(rows.start, rows.stop, device=slopes.device, dtype=dtype)[:, None] + offset
-    j = torch.arange(cols.start, cols.stop, device=slopes.device, dtype=dtype)[None, :]
-    return -slopes.to(dtype)[..., None, None] * (i - j).abs()
+    wide = torch.promote_types(torch.promote_types(slopes.dtype, dtype), torch.float32)
+    i = torch.arange(rows.start, rows.stop, device=slopes.device)[:, None] + offset
+    j = torch.arange(cols.start, cols.stop, device=slopes.device)[None, :]
+    return (-slopes.to(wide)[..., None, None] * (i - j).abs().to(wide)).to(dtype)

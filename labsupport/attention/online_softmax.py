@@ -25,7 +25,7 @@ def online_softmax(scores: Tensor, block_size: int = 128) -> tuple[Tensor, Tenso
     """Softmax over the last dimension with its statistics gathered block by block.
 
     Args:
-        scores: (..., cols), floating; -inf hides an entry.
+        scores: (..., cols), floating; -inf hides an entry. Sums are made in float32 or wider.
         block_size: entries looked at in one step.
 
     Returns:
@@ -33,13 +33,21 @@ def online_softmax(scores: Tensor, block_size: int = 128) -> tuple[Tensor, Tenso
         A row that is -inf throughout gets probabilities 0 and log-sum-exp -inf.
 
     Raises:
-        ValueError: `block_size` is not positive.
+        ValueError: `block_size` is not positive, or `scores` are no floating tensor of a dimension
+            or more.
 
     >>> online_softmax(torch.tensor([0.0, 0.0, 0.0, 0.0]), block_size=3)[0]
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, but {block_size} was given.")
+    if not scores.is_floating_point() or scores.ndim == 0:
+        raise ValueError(
+            f"scores must be a floating tensor (..., cols), but {scores.dtype} of shape "
+            f"{tuple(scores.shape)} was given: scores.float() converts integers."
+        )
+    given = scores.dtype
+    scores = scores.to(torch.promote_types(given, torch.float32))
     m = scores.new_full(scores.shape[:-1], -torch.inf)
     l = torch.zeros_like(m)
     for block in scores.split(block_size, dim=-1):
@@ -48,7 +56,7 @@ def online_softmax(scores: Tensor, block_size: int = 128) -> tuple[Tensor, Tenso
         l = l * (m - shift).exp() + (block - shift[..., None]).exp().sum(dim=-1)
         m = m_new
     probabilities = (scores - finite_or_zero(m)[..., None]).exp() / nonzero(l)[..., None]
-    return probabilities, finite_or_zero(m) + l.log()
+    return probabilities.to(given), (finite_or_zero(m) + l.log()).to(given)
 
 
 def accumulate_block(
@@ -57,7 +65,7 @@ def accumulate_block(
     """Take one tile of scores, and the values it weighs, into the running (m, l, o).
 
     Args:
-        m: (..., rows), running maximum; starts at -inf.
+        m: (..., rows), running maximum; starts at -inf. m, l and o are float32 or wider.
         l: (..., rows), running sum of exp(score - m); starts at 0.
         o: (..., rows, head_dim), running unnormalised output; starts at 0. Overwritten.
         scores: (..., rows, cols), the scaled and masked tile. Overwritten: it is scratch.
@@ -65,12 +73,19 @@ def accumulate_block(
 
     Returns:
         the new (m, l, o). The attention output is o / l, its log-sum-exp m + log(l).
+
+    Raises:
+        ValueError: m, l or o of 16 bits, in which a sum stops growing.
     """
+    if min(m.itemsize, l.itemsize, o.itemsize) < 4:
+        raise ValueError(
+            f"m, l and o must be float32 or wider, but {m.dtype}, {l.dtype}, {o.dtype} were given."
+        )
     m_new = torch.maximum(m, scores.amax(dim=-1))
     shift = finite_or_zero(m_new)
     p = scores.sub_(shift[..., None]).exp_()
     alpha = (m - shift).exp_()
-    l_new = l * alpha + p.sum(dim=-1)
+    l_new = l * alpha + p.sum(dim=-1, dtype=l.dtype)
     o.mul_(alpha[..., None]).add_(p @ values)
     return m_new, l_new, o
 

@@ -51,7 +51,7 @@ def standard_attention(
     tensor([1., 0., 0.])
     """
     check_math_layout(q, k, v)
-    check_mask(mask)
+    check_mask(mask, (*q.shape[:-1], k.shape[-2]))
     band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=causal)
     return _attention(q, k, v, mask, band, softmax_scale, None)[:2]
 
@@ -101,7 +101,7 @@ def oracle_attention(
     tensor([1.0986, 1.0986, 1.0986], dtype=torch.float64)
     """
     check_math_layout(q, k, v)
-    check_mask(mask)
+    check_mask(mask, (*q.shape[:-1], k.shape[-2]))
     band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=causal, window_size=window_size)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()

@@ -22,6 +22,8 @@ from labsupport.attention.call import AttentionCall
 from labsupport.attention.inputs import (
     check_kernel_inputs,
     check_math_layout,
+    check_scale,
+    check_window,
     first_derivative_only,
 )
 from labsupport.attention.kernels.config import HOPPER, can_be_described
@@ -267,6 +269,8 @@ class TritonFlashAttentionFunction(torch.autograd.Function):
         """Run the forward kernel, and save what the backward recomputes P from."""
         check_math_layout(q, k, v)
         check_kernel_inputs(q, k, v)
+        check_scale(softmax_scale)
+        check_window(window_size)
         call = AttentionCall(
             _as_one_head(q), _as_one_head(k), _as_one_head(v), is_causal, softmax_scale, window_size
         )
