@@ -178,7 +178,8 @@ class Sdpa:
 
     def reasons(self, call: AttentionCall) -> list[str]:
         """PyTorch's own reasons against this backend on a GPU, for these very tensors."""
-        if self.can_use is None:
+        # Dynamo traces no SDPAParams: in torch.compile the pinned kernel itself refuses.
+        if self.can_use is None or torch.compiler.is_compiling():
             return []
         if call.q.device.type == "cpu":
             unit = call.q.stride(-1) == call.k.stride(-1) == call.v.stride(-1) == 1

@@ -1,5 +1,7 @@
 """No call computes something else without a word: the right value, or an error that says why."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -17,6 +19,8 @@ TRAINING = [name for name in RUNNING if name != "flex"]  # compiled for many sec
 
 def penalty(function, q, k, v):
     """The gradient of a gradient penalty: a second derivative, the first one by a constant."""
+    triton = function is TritonFlashAttentionFunction.apply and torch.cuda.is_available()
+    q, k, v = (x.to("cuda" if triton else x.device) for x in (q, k, v))
     q = q.clone().requires_grad_()
     (slope,) = torch.autograd.grad(function(q, k, v).sum(), q, create_graph=True)
     return torch.autograd.grad(slope.square().sum(), q)[0]
@@ -24,8 +28,7 @@ def penalty(function, q, k, v):
 
 @pytest.mark.parametrize("name", [*TRAINING, FlashAttentionFunction, TritonFlashAttentionFunction])
 def test_a_second_derivative_is_right_or_refused(name):
-    def function(q, k, v):
-        return attention(q, k, v, backend=name) if isinstance(name, str) else name.apply(q, k, v)
+    function = partial(attention, backend=name) if isinstance(name, str) else name.apply
 
     if name in ("standard", "sdpa_math"):
         exact = penalty(
