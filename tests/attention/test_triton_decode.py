@@ -12,7 +12,7 @@ from labsupport.attention import (
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.config import choose_splits, decode_tiling
 from labsupport.attention.reference import masked_attention
-from tests.attention.cases import make_model_qkv, to_math_layout
+from tests.attention.cases import make_model_qkv, needs_interpreter, to_math_layout
 
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
