@@ -230,14 +230,21 @@ def split_documents(
         cu_seqlens: (documents + 1,) offsets of the documents in the flattened batch; comes first.
 
     Raises:
-        AttentionRefusedError: documents after cached tokens, or offsets beside padding.
+        AttentionRefusedError: documents after cached tokens, tokens that go on with one of several
+            cached documents, or offsets beside padding.
     """
     batch, heads, q_length, kv_length = mask.shape
     source = position_ids if cu_seqlens is None else cu_seqlens
-    if source is None or (cu_seqlens is None and q_length == 1):
+    if source is None:
         return mask
     if mask.split is not None and mask.split[0] is source:
         return mask.split[1]
+    padded = mask.segments is not None and bool((mask.segments < 0).any())
+    if cu_seqlens is None and not padded:
+        _check_continued(source, mask)
+    if cu_seqlens is None and q_length == 1:
+        mask.split = (source, mask)
+        return mask
     if cu_seqlens is not None:
         begins = _begins(cu_seqlens, batch, q_length)
     elif source.ndim == 2 and source.shape[1] == q_length:
@@ -245,7 +252,6 @@ def split_documents(
     else:
         return mask  # positions of an image, or of other tokens
     result = mask
-    padded = mask.segments is not None and bool((mask.segments < 0).any())
     known = torch.zeros_like(begins)
     if mask.segments is not None:
         known = F.pad(mask.segments.diff(dim=1) != 0, (1, 0))[:, -q_length:]
@@ -269,6 +275,22 @@ def split_documents(
         )  # fmt: skip
     mask.split = (source, result)
     return result
+
+
+def _check_continued(position_ids: Tensor, mask: MaskDescription) -> None:
+    """Refuse tokens that stand before cached ones: a document of several, or another begins."""
+    cached = mask.end - mask.shape[2]
+    # A graph being captured or compiled cannot wait for the values.
+    fixed = torch.compiler.is_compiling() or (
+        position_ids.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
+    if cached <= 0 or position_ids.ndim != 2 or fixed:
+        return
+    if bool((position_ids[:, 0] < cached).any()):
+        raise AttentionRefusedError(
+            f"position_ids go on from {int(position_ids[:, 0].min())}, but the cache has {cached} "
+            "tokens: those of other documents would be seen. Pass a new cache, or use_cache=False."
+        )
 
 
 def begins_by_positions(position_ids: Tensor, batch: int) -> Tensor:
