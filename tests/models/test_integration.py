@@ -305,6 +305,15 @@ def test_a_mask_that_is_not_known_is_refused_by_name(function, named):
         describe_mask(1, 8, 8, mask_function=function)
 
 
+def test_going_on_with_one_of_several_cached_documents_is_refused():
+    model = tiny("llama")
+    set_attention(model, "flash")
+    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+    cache = model(tokens(1, 8), position_ids=packed, use_cache=True).past_key_values
+    with pytest.raises(AttentionRefusedError, match="go on from 3, but the cache has 8"):
+        model(tokens(1, 1), position_ids=torch.tensor([[3]]), past_key_values=cache)
+
+
 def test_inputs_that_a_model_s_attention_cannot_take_are_refused():
     model = tiny("llama")
     set_attention(model, "flash")
@@ -318,7 +327,6 @@ def test_inputs_that_a_model_s_attention_cannot_take_are_refused():
         (tokens(2, 3), {"past_key_values": past}, "end at slot 9, and the cache has 8"),
         (tokens(1, 4), {"attention_mask": torch.ones(1, 1, 4, 4).bool()}, "got a mask of shape"),
         (tokens(2, 2), packed, "already has 6 tokens"),
-        (tokens(2, 1), {**packed, "position_ids": torch.tensor([[5]])}, "go on from 5"),
         (tokens(1, 4), offsets, r"rise from 0 to 4.*\[0, 2, 5\]"),
         (tokens(1, 5), offsets | {"cu_seq_lens_k": torch.tensor([0, 3, 5])}, "must be the same"),
         (tokens(2, 3), offsets | {"cu_seq_lens_q": torch.tensor([0, 6])}, "lie in two rows"),
