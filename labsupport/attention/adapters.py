@@ -377,7 +377,7 @@ def _score_mod(call: AttentionCall) -> Callable[..., Tensor] | None:
     softcap, offset = call.softcap, call.band.offset
     if call.alibi_slopes is None:
         return _capped(softcap) if softcap else None
-    slopes = call.alibi_slopes.expand(call.q.shape[0], -1)
+    slopes = call.alibi_slopes.float().expand(call.q.shape[0], -1)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = softcap * torch.tanh(score / softcap) if softcap else score

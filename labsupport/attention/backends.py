@@ -123,8 +123,8 @@ def attention(
         BackendUnavailableError: the backend cannot run these inputs here; says every reason.
         TypeError: an option of another function, whose name is given.
 
-    A NaN in a query stays visible except in PyTorch's kernel for CPUs (`sdpa_flash`), which makes
-    that row 0; in the gradients, too, as in all backends for a query that sees no key.
+    A NaN in a query stays visible, except in PyTorch's kernel for CPUs (`sdpa_flash`) with fewer
+    than 16 keys and no mask, which makes that row 0.
 
     >>> q = k = v = torch.randn(1, 16, 4, 8)
     >>> attention(q, k, v, causal=True).shape
