@@ -124,7 +124,7 @@ def attention(
         TypeError: an option of another function, whose name is given.
 
     A NaN in a query stays visible, except in PyTorch's kernel for CPUs (`sdpa_flash`) with fewer
-    than 16 keys and no mask, which makes that row 0.
+    than 16 keys, which makes that row 0.
 
     >>> q = k = v = torch.randn(1, 16, 4, 8)
     >>> attention(q, k, v, causal=True).shape
