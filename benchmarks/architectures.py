@@ -275,7 +275,7 @@ def page(table: pd.DataFrame, backend: str) -> str:
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     refusals = [f"{i}. {' '.join(text.split())}" for i, text in enumerate(reasons, start=1)]
     return _PAGE.format(
-        count=len(ARCHITECTURES), backend=backend, versions=f"{transformers.__version__}",
+        count=len(ARCHITECTURES), backend=backend, versions=transformers.__version__,
         bound=f"{BOUND:.0e}".replace("e-0", "e-"), table="\n".join(lines), window=WINDOW,
         reasons="\n".join(refusals),
     )  # fmt: skip

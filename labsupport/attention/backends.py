@@ -49,11 +49,11 @@ from labsupport.attention.implementations import (
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_alibi_slopes,
-    check_causal,
     check_model_layout,
     check_packed_layout,
     check_scale,
     check_softcap,
+    check_switch,
     check_window,
     refuse_options,
 )
@@ -220,6 +220,11 @@ def _attend(
     call: AttentionCall, requested: str, check_layout: bool = True, io_aware: bool = False
 ) -> Result:
     _reports.last = None  # a call that raises leaves no report of an older one
+    # Before the plans, for which True is 1.0 and (1.0, 0) is (1, 0).
+    check_switch("causal", call.causal)
+    check_scale(call.softmax_scale)
+    check_window(call.window_size)
+    check_softcap(call.softcap)
     signature = _signature(call, requested, check_layout, io_aware)
     plan = None if signature is None else _plans.get(signature)
     if plan is None:
@@ -288,10 +293,6 @@ def _check(call: AttentionCall, check_layout: bool) -> None:
     else:
         check_model_layout(call.q, call.k, call.v, check_layout=check_layout)
         sequences = call.q.shape[0]
-    check_causal(call.causal)
-    check_scale(call.softmax_scale)
-    check_window(call.window_size)
-    check_softcap(call.softcap)
     check_alibi_slopes(call.alibi_slopes, sequences, call.heads)
 
 

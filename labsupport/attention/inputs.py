@@ -254,12 +254,6 @@ def check_scale(softmax_scale: object) -> None:
         )
 
 
-def check_causal(causal: object) -> None:
-    """Check that `causal` is True or False: any other object would count as True."""
-    if causal not in (True, False) or isinstance(causal, Tensor):
-        raise AttentionInputError(f"causal is True or False, but {causal!r} was given.")
-
-
 _ELSEWHERE = {
     "mask": "masks: standard_attention(..., mask)",
     "attn_mask": "masks: standard_attention(..., mask), or PyTorch's scaled_dot_product_attention",
@@ -285,7 +279,8 @@ def refuse_options(function: str, options: Iterable[str], known: Iterable[str]) 
 def check_window(window_size: object) -> None:
     """Check that a window is (left, right), two integers of at least -1."""
     pair = window_size if isinstance(window_size, tuple | list) else ()
-    if len(pair) != 2 or not all(isinstance(side, int) and side >= -1 for side in pair):
+    whole = [isinstance(side, int) and not isinstance(side, bool) and side >= -1 for side in pair]
+    if len(whole) != 2 or not all(whole):
         raise AttentionInputError(
             "window_size is (left, right), two integers with -1 for 'no limit', but "
             f"{window_size!r} was given."

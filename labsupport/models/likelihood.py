@@ -32,7 +32,7 @@ def negative_log_likelihood(model: Any, ids: Tensor, *, chunk: int = 512) -> flo
 
     Raises:
         ValueError: ids of another shape, more than the model has positions, or outside of its
-            vocabulary; a model in training mode.
+            vocabulary; a model in training mode with dropout.
 
     >>> story = load_model("stories15m", device="cpu")
     >>> ids = story.tokenizer("Once upon a time, there was a girl.", return_tensors="pt").input_ids

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from labsupport.attention import attention, attention_varlen
 from labsupport.attention.flash_torch import autocast_off
+from labsupport.attention.inputs import check_offsets
 from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
 from labsupport.precision.dtypes import short
 from labsupport.precision.losses import compute_loss
@@ -206,13 +207,7 @@ class Decoder(nn.Module):
             )
         # Read here once; each layer would wait for a GPU again.
         cu_seqlens = torch.as_tensor(cu_seqlens, device="cpu")
-        steps = cu_seqlens.tolist()
-        whole = cu_seqlens.dtype in (torch.int64, torch.int32) and cu_seqlens.ndim == 1
-        if not whole or steps[:1] != [0] or steps[-1] != shape[1] or steps != sorted(steps):
-            raise ValueError(
-                "cu_seqlens must be 1-D integers that start at 0, never fall, and end at "
-                f"{shape[1]}, the number of tokens, but {steps} was given."
-            )
+        check_offsets("cu_seqlens", cu_seqlens, shape[1])
         return cu_seqlens
 
 

@@ -10,7 +10,7 @@
 # # Eight bits, and outliers
 #
 # **Time** about 25 minutes. **You need** exercises 1-3 and 1-4 of notebook 1.
-# **Exercise** 1-7, with 4 bonus points: they do not count towards the 100 of the four notebooks. **Theory** chapter
+# **Exercise** 1-7, 4 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [6, Precision](../../theory/06-precision.md#eight-bits).
 
 # %%

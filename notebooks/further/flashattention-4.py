@@ -10,7 +10,7 @@
 # # FlashAttention-4: fewer exponentials, fewer rescalings
 #
 # **Time** about 30 minutes. **You need** notebook 1 up to section 1.5.
-# **Exercise** 4-7, with 4 bonus points: they do not count towards the 100 of the four notebooks. **Theory** chapter
+# **Exercise** 4-7, 4 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [5, From version 1 to version 4](../../theory/05-from-v1-to-v4.md#version-4-fewer-exponentials-fewer-rescalings).
 
 # %%

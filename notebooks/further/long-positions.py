@@ -10,7 +10,7 @@
 # # Longer than in training
 #
 # **Time** about 26 minutes. **You need** notebook 3, sections 3.2 and 3.9.
-# **Exercise** 3-9, with 3 bonus points: they do not count towards the 100 of the four notebooks. **Theory** chapter
+# **Exercise** 3-9, 3 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [7, Long context](../../theory/07-long-context.md#longer-than-in-training).
 
 # %%
@@ -25,8 +25,7 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 environment_card()
 
 # %% [markdown]
-# Back to one device. RoPE itself has no last position, but each model was trained
-# up to some length. `recall` (notebook 3, section 3.9) was trained on 2,048 bytes; only 40 of its 2,780 steps used 4,096. Now it
+# RoPE itself has no last position, but each model was trained up to some length. `recall` (notebook 3, section 3.9) was trained on 2,048 bytes; only 40 of its 2,780 steps used 4,096. Now it
 # reads lists of 4,096 bytes with questions everywhere. We measure the negative log-likelihood (NLL) of questions and
 # answers by their position.
 #
@@ -213,8 +212,7 @@ plotting.plot_by_window(
 # frequencies in the first 3,072 bytes, because it also slows pairs that don't need it. Interpolation destroys this model:
 # its first layers look 1 to 12 bytes back, and now all distances are halved. Interpolation needs further training;
 # Chen et al. took 1,000 steps. The ranking depends on the length: with `factor = 4`, the lists have 8,192
-# bytes, and in their last 1,024 bytes NTK-aware scaling beats YaRN. (`factor` is set before the first table of this
-# section; run that cell and those after it again.)
+# bytes, and in their last 1,024 bytes NTK-aware scaling beats YaRN. (`factor` is set before the first table; run that cell and those after it again.)
 #
 # SmolLM2 is larger. It has 32 pairs, and was trained on up to 8,192 tokens. In a recorded run it reads 16,384 tokens of
 # Python's source:

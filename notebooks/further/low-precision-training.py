@@ -10,7 +10,7 @@
 # # Training in low precision
 #
 # **Time** about 35 minutes. **You need** notebook 2, section 2.11.
-# **Exercise** 2-9, with 5 bonus points: they do not count towards the 100 of the four notebooks. **Theory** chapter
+# **Exercise** 2-9, 5 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [6, Precision](../../theory/06-precision.md#mixed-precision-training).
 
 # %%

@@ -10,7 +10,7 @@
 # # Masks and scores of your own: FlexAttention
 #
 # **Time** about 30 minutes. **You need** notebook 2 up to section 2.6.
-# **Exercise** 2-7, with 5 bonus points: they do not count towards the 100 of the four notebooks. **Theory** chapter
+# **Exercise** 2-7, 5 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [10, Field guide](../../theory/10-field-guide.md#choose).
 
 # %%

@@ -10,7 +10,7 @@
 # # Data parallelism by hand
 #
 # **Time** about 48 minutes. **You need** notebook 3 up to section 3.14.
-# **Exercise** 3-6, with 6 bonus points: they do not count towards the 100 of the four notebooks. **Theory** chapter
+# **Exercise** 3-6, 6 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [11, Several devices](../../theory/11-several-devices.md#other-data-on-each-device-ddp).
 
 # %%
@@ -35,15 +35,14 @@ environment_card()
 
 # %% [markdown]
 # What does DDP do between your backward pass and your optimizer? What does FSDP do
-# around each layer? Write both. Each rank communicates through an object `comm`. Exercise 3-6 needs `comm.world`, the
-# number of ranks, and the first three operations of this table. The fourth, and `comm.rank`, are for exercise 3-7:
+# around each layer? Write both. Each rank communicates through an object `comm`: `comm.world` is the number of ranks, and
+# there are three operations:
 #
 # | | starts | returns |
 # | --- | --- | --- |
 # | `comm.all_reduce(x)` | adding up `x` over all ranks, in place | a function: call it to wait until `x` is the sum |
 # | `comm.all_gather(shard)` | | the shards of all ranks, concatenated along the rows |
 # | `comm.reduce_scatter(whole)` | | this rank's rows of the sum of `whole` over all ranks |
-# | `comm.send_on((a, b))` | sending both to the next rank | a function: call it to wait for the pair of the previous rank |
 #
 # First you *rehearse*: each rank is a thread of this process. That takes milliseconds, and a mistake that would make
 # real processes hang gives an error here. Then the same functions run on real processes.

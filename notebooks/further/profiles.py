@@ -10,7 +10,7 @@
 # # Reading a profile
 #
 # **Time** about 15 minutes. **You need** notebook 4, section 4.1.
-# **Exercise** 4-8, with 2 bonus points: they do not count towards the 100 of the four notebooks. **Theory** chapter
+# **Exercise** 4-8, 2 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [8, Performance model](../../theory/08-performance-model.md#reading-a-kernels-counters).
 
 # %%

@@ -10,7 +10,7 @@
 # # A ring's backward
 #
 # **Time** about 23 minutes. **You need** notebook 3 up to section 3.13, and exercise 1-5.
-# **Exercise** 3-7, with 1 bonus point: they do not count towards the 100 of the four notebooks. **Theory** chapter
+# **Exercise** 3-7, 1 bonus point, beside the 100 of the four notebooks. **Theory** chapter
 # [11, Several devices](../../theory/11-several-devices.md#a-ring-backward).
 
 # %%
@@ -111,7 +111,7 @@ checks.check_ring_backward(rehearse_ring, seed=71)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now run it on three real processes, with the same check:
+# In the check each rank was a thread of this process. Now run it on three real processes, with the same check:
 
 # %%
 own_backward = checks.solution_or_reference(

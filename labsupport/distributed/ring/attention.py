@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite
-from numbers import Real
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -21,6 +19,8 @@ from labsupport.attention.call import AttentionCall
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_model_layout,
+    check_scale,
+    check_switch,
     check_window,
 )
 from labsupport.distributed.process_group import all_gather_object
@@ -142,7 +142,10 @@ def ring_attention(
     global _last
     with refused_by_all(options):
         chosen = RingOptions(**options)
-        _check_switches(chosen, return_lse)
+        switches = ("causal", "deterministic", "check_ranks")
+        for name in switches:
+            check_switch(name, getattr(chosen, name))
+        check_switch("return_lse (return_attn_probs)", return_lse)
         call, request, refused = _prepared(q, k, v, chosen)
     if chosen.check_ranks and call.ring.size > 1:
         _validate_across_ranks(call, request, chosen.transport)
@@ -169,26 +172,13 @@ def refused_by_all(options: dict[str, Any]) -> Iterator[None]:
         raise
 
 
-def _check_switches(options: RingOptions, return_lse: object) -> None:
-    """Refuse what was meant for another argument; anything but False and None would be true."""
-    switches = {name: getattr(options, name) for name in ("causal", "deterministic", "check_ranks")}
-    for name, value in (switches | {"return_lse (return_attn_probs)": return_lse}).items():
-        if not isinstance(value, bool):
-            raise AttentionInputError(f"{name} must be True or False, but {value!r} was given.")
-
-
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, options: RingOptions
 ) -> tuple[RingCall, AttentionCall, dict[str, tuple[str, ...]]]:
     """Checked arguments, without asking the other ranks; raises what this rank refuses."""
     check_model_layout(q, k, v)
     check_window(options.window_size)
-    scale = options.softmax_scale
-    if isinstance(scale, bool) or not isinstance(scale, Real | None) or not isfinite(scale or 0.0):
-        raise AttentionInputError(
-            f"softmax_scale must be a finite number or None, but {scale!r} was given. One that is "
-            "learned belongs to the queries: pass q * scale, and softmax_scale=1.0."
-        )
+    check_scale(options.softmax_scale)
     if options.alibi_slopes is not None:
         raise AttentionInputError(
             "ring attention has no ALiBi: leave alibi_slopes out, and use rotary positions, or "

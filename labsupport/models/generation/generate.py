@@ -163,7 +163,8 @@ def generate(
 
     Raises:
         ValueError: options that make no sense; a prompt, or a tokenizer, that does not fit; a model
-            in training mode, one that does not continue texts, or one whose logits are not finite.
+            in training mode with dropout, one that does not continue texts, or one whose logits are
+            not finite.
 
     >>> story = load_model("stories15m", device="cpu")
     >>> generate(story.model, story.tokenizer, "Once upon a time", max_new_tokens=8).texts

@@ -177,7 +177,8 @@ def chosen_attention(backend: str | None = None) -> str:
     chosen = (os.environ.get(VARIABLE) if backend is None else backend) or "auto"
     if chosen in choices():
         return chosen
-    close = difflib.get_close_matches(str(chosen), choices(), n=1)
+    theirs = str(chosen).startswith("flash_attention")  # Transformers' names
+    close = ["flash"] if theirs else difflib.get_close_matches(str(chosen), choices(), n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     place = f" in the environment variable {VARIABLE}" if backend is None else ""
     raise AttentionInputError(

@@ -45,7 +45,8 @@ def nll_by_window(model: Any, ids: Tensor, target: slice, windows: Sequence[int]
 
     Raises:
         ValueError: several texts; a target outside of the text, empty, with gaps, or at its very
-            beginning; no window, or one below 1; a model in training mode.
+            beginning; no window, or one below 1; a model in training mode with
+            dropout.
     """
     import pandas as pd
 
