@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -62,20 +61,18 @@ def anchor_headings(app: Sphinx, doctree: nodes.document) -> None:
 def add_boxes(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     """Put the boxes into chapters and notebooks."""
     table = (PROJECT / "theory" / "README.md").read_text(encoding="utf-8")
-    number = re.match(r"(theory|notebooks)/0*(\d+)-", docname)
-    top = next(doctree.findall(nodes.section), None)
-    if docname.startswith("notebooks/further/") and top is not None:
-        top[1:1] = [_raw(OPEN.format(file=f"{docname.removeprefix('notebooks/')}.ipynb"))]
-    if number is None or top is None:
+    number = re.match(r"(theory|notebooks)/(?:0*(\d+)-|further/)", docname)
+    if number is None:
         return
+    top = next(doctree.findall(nodes.section))
     if number[1] == "theory":
         found = [r for r in readings(table) if r.chapter == int(number[2])]
         # Behind what the chapter answers: that is what a reader wants to know first.
         first = next((child for child in top.children if isinstance(child, nodes.section)), top)
         first += [_raw(_chapter_box(app, docname, found))] if found else []
         return
-    found = [r for r in readings(table) if r.notebook == int(number[2])]
-    name = f"{Path(docname).name}.ipynb"
+    found = [r for r in readings(table) if r.notebook == int(number[2] or 0)]
+    name = f"{docname.removeprefix('notebooks/')}.ipynb"
     top[1:1] = [_raw(OPEN.format(file=name) + _notebook_boxes(app, docname, found))]
     for section, place in _numbered(docname, doctree):
         for reading in found if place.kind == "section" else ():
@@ -141,7 +138,7 @@ def _notebook_boxes(app: Sphinx, docname: str, found: list[Reading]) -> str:
         for p in places
         if p.kind == "exercise"
     ]
-    boxes = _box("The theory beside it", "beside", items)
+    boxes = _box("The theory beside it", "beside", items) if items else ""
     boxes += _box("Its exercises", "beside exercises", exercises)
     return f'<div class="besides">{boxes}</div>'
 

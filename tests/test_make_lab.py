@@ -72,7 +72,7 @@ def test_make_lab_shows_the_student_edition_and_runs_the_right_kernel(
             time.sleep(0.2)
         shown = {entry["name"] for entry in ask("contents")["content"]}
         solved = {path.name for path in (checkout / "notebooks").glob("*.ipynb")}
-        assert shown == solved | {"theory", "Checklist.md"}
+        assert shown == solved | {"further", "theory", "Checklist.md"}
         pages = {entry["name"] for entry in ask("contents/theory")["content"]}
         assert {page.name for page in (checkout / "theory").glob("*.md")} <= pages
         figure = f"http://127.0.0.1:{port}/files/theory/figures/inference-bounds.png?token=secret"

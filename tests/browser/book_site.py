@@ -19,7 +19,7 @@ PAGES = sorted(
     if not path.relative_to(BOOK).parts[0].startswith("_")
 ) or ["index.html"]
 
-NOTEBOOKS = [page for page in PAGES if re.match(r"notebooks/\d", page)] or PAGES
+NOTEBOOKS = [page for page in PAGES if re.match(r"notebooks/(\d|further/)", page)] or PAGES
 CHAPTERS = [page for page in PAGES if re.match(r"theory/\d", page)] or PAGES
 
 # Boxes that hold more than they show, and which the keyboard does not reach.
