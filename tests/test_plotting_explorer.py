@@ -3,9 +3,10 @@
 import itertools
 
 import pytest
+import torch
 
 from labsupport import plotting
-from labsupport.analysis.explorer import tile_choices
+from labsupport.analysis.explorer import tile_choices, tile_pass, tile_pass_slider
 
 KIB = 1024
 
@@ -63,3 +64,23 @@ def test_pairs_that_do_not_fit_make_the_headline_and_stay_inside_of_the_picture(
     low, high = figure.axes[1].get_xlim()
     assert low < 48 < high
     assert figure._repr_mimebundle_()["image/png"]
+
+
+def test_the_frames_of_a_pass_end_with_the_softmax_and_show_each_rescaling():
+    scores, v = torch.randn(3, 8, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    steps = tile_pass(scores, v, block_k=3)
+    last = steps[-1]
+    torch.testing.assert_close(last["o"] / last["l"][:, None], scores.softmax(-1) @ v)
+    torch.testing.assert_close(last["m"] + last["l"].log(), scores.logsumexp(-1))
+    assert [(step["start"], step["stop"]) for step in steps] == [(0, 3), (3, 6), (6, 8)]
+    shown = {text.get_text() for axes in plotting.plot_tile_pass(steps).axes for text in axes.texts}
+    shrunk = [f for step in steps[1:] for f in step["factor"].tolist() if f != 1]
+    assert shrunk
+    assert {f"× {factor:.3f}" for factor in shrunk} <= shown
+
+
+def test_the_slider_of_a_pass_shows_the_frame_of_its_tile():
+    slider, picture = tile_pass_slider(tile_pass(torch.eye(4), torch.eye(4), block_k=2)).children
+    first = picture.value
+    slider.value = 2
+    assert "After tile 2 of 2" in picture.value != first

@@ -1,6 +1,6 @@
-"""Block sizes, fast memory and traffic, to play with: controls, a picture and a sentence.
+"""Pictures to play with: block sizes, fast memory and traffic; m, l and O while the tiles pass.
 
-Its table, `tile_choices`, is in `labsupport.analysis.tiles`, which also says what its
+The table of the first, `tile_choices`, is in `labsupport.analysis.tiles`, which also says what its
 model leaves out.
 """
 
@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import functools
 import html
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from labsupport.analysis.tiles import (
     ORDERS,
@@ -21,6 +26,8 @@ from labsupport.analysis.tiles import (
 if TYPE_CHECKING:
     import ipywidgets
     import pandas as pd
+
+    from labsupport.plotting import Chart
 
 NOTE = (
     "<b>What M is here.</b> The fast memory of <em>one</em> processor, holding everything in one "
@@ -117,10 +124,59 @@ TITLE = "Traffic of each pair of blocks, and what more fast memory would bring"
 
 
 def _picture(table: pd.DataFrame, chosen: tuple[int, int]) -> str:
-    from labsupport.plotting import alt_text, plot_tile_choices
+    from labsupport.plotting import plot_tile_choices
 
     figure = plot_tile_choices(table, chosen=chosen)
     figure.headline(TITLE, figure.get_supxlabel())
+    return _as_html(figure)
+
+
+def tile_pass(scores: Tensor, v: Tensor, block_k: int) -> list[dict[str, Any]]:
+    """Return what a block of queries carries after each tile of keys.
+
+    Args:
+        scores: (rows, keys), the scores of the block; the last tile may be smaller.
+        v: (keys, head_dim).
+        block_k: keys of a tile.
+
+    Returns:
+        For each tile: `scores`, `tile` and `tiles` (its number and how many there are), `start` and
+        `stop` (its columns), `m` and `l` (rows,), `o` (rows, head_dim) before the division by l,
+        and `factor` (rows,), by which the old l and O shrank.
+    """
+    m = scores.new_full(scores.shape[:1], -torch.inf)
+    l, o, steps = torch.zeros_like(m), v.new_zeros(len(m), v.shape[-1]), []
+    tiles = math.ceil(scores.shape[1] / block_k)
+    for tile, (s, v_j) in enumerate(zip(scores.split(block_k, 1), v.split(block_k), strict=True)):
+        m_new = torch.maximum(m, s.amax(-1))
+        p, factor = (s - m_new[:, None]).exp(), (m - m_new).exp()
+        m, l, o = m_new, l * factor + p.sum(-1), o * factor[:, None] + p @ v_j
+        step = {"scores": scores, "tile": tile + 1, "tiles": tiles, "start": tile * block_k}
+        step |= {"stop": tile * block_k + s.shape[1], "m": m, "l": l, "o": o, "factor": factor}
+        steps.append(step)
+    return steps
+
+
+def tile_pass_slider(steps: Sequence[Mapping[str, Any]]) -> ipywidgets.VBox:
+    """Return a slider over the tiles, with the frame of `plotting.plot_tile_pass` below it.
+
+    >>> steps = tile_pass(torch.randn(3, 8), torch.randn(8, 2), block_k=2)
+    >>> controls = tile_pass_slider(steps)  # as the last line of a cell
+    """
+    import ipywidgets as widgets
+
+    from labsupport.plotting import plot_tile_pass
+
+    frames = [_as_html(plot_tile_pass([step])) for step in steps]
+    slider = widgets.IntSlider(description="tile", min=1, max=len(steps), value=1)
+    picture = widgets.HTML(frames[0])
+    slider.observe(lambda change: picture.set_trait("value", frames[change["new"] - 1]), "value")
+    return widgets.VBox([slider, picture])
+
+
+def _as_html(figure: Chart) -> str:
+    from labsupport.plotting import alt_text
+
     bundle = figure._repr_mimebundle_()
     width, height = (figure.get_size_inches() * figure.dpi).astype(int)
     # With its size known, the page does not jump while a picture is replaced.

@@ -29,6 +29,7 @@ from labsupport.plotting.explorer import (
     plot_block_mask,
     plot_rescalings,
     plot_tile_choices,
+    plot_tile_pass,
     plot_tiles,
     plot_weights,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "plot_scaling",
     "plot_share",
     "plot_tile_choices",
+    "plot_tile_pass",
     "plot_tiles",
     "plot_time",
     "plot_timeline",

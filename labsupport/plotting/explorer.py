@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -132,6 +132,73 @@ def plot_weights(weights: Mapping[str, Any]) -> Chart:
     panels[0].set_ylabel("queries")
     figure.description = f"Attention weights, dark for large ones: {', '.join(weights)}."
     return figure
+
+
+def plot_tile_pass(steps: Sequence[Mapping[str, Any]]) -> Chart:
+    """Draw m, l and O of one block of queries after each tile, two frames a line.
+
+    Args:
+        steps: from `labsupport.analysis.explorer.tile_pass`; a list with one of them is one frame.
+
+    >>> from labsupport.analysis.explorer import tile_pass
+    >>> steps = tile_pass(torch.tensor([[2.0, 1.0, 4.0, 3.0]]), torch.ones(4, 2), block_k=2)
+    >>> plot_tile_pass(steps).description
+    'After tile 1 of 2: m 2, l 1.37. After tile 2 of 2: m 4, l 1.55.'
+    """
+    rows, keys = steps[0]["scores"].shape
+    cols = min(2, len(steps))
+    lines = -(-len(steps) // cols)
+    figure = Chart(figsize=(5.4 * cols, 0.4 + (0.34 * rows + 0.75) * lines))
+    for axes, step in zip(figure.subplots(lines, cols, squeeze=False).flat, steps, strict=False):
+        _draw_step(axes, step, rows, keys)
+    if len(steps) > 1:
+        figure.suptitle(
+            "When m rises, ℓ and O shrink by the same factor; each tile is used and discarded",
+            x=0.01, ha="left", fontsize=12, fontweight="bold",
+        )  # fmt: skip
+    figure.description = " ".join(
+        f"After tile {step['tile']} of {step['tiles']}: m {_listed(step['m'])}, "
+        f"l {_listed(step['l'])}."
+        for step in steps
+    )
+    return figure
+
+
+def _draw_step(axes: Axes, step: Mapping[str, Any], rows: int, keys: int) -> None:
+    """Draw the scores with this step's tile, and what the worker carries after it."""
+
+    def box(x: float, y: float, text: str, colour: str, width: float = 1.0) -> None:
+        axes.add_patch(Rectangle((x, y), width, 1, facecolor=colour, edgecolor="white", lw=1.5))
+        dark = colour in (BLUE, GREEN)
+        axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize=8.5,
+                  color="white" if dark else "black")  # fmt: skip
+
+    carried = [("m", step["m"][:, None], BLUE), ("ℓ", step["l"][:, None], GREEN)]
+    carried.append(("O", step["o"], GREEN))
+    for y in range(rows):
+        for x in range(keys):
+            here = step["start"] <= x < step["stop"]
+            box(x, y, f"{step['scores'][y, x]:.3g}" if here else "", ORANGE if here else PALE)
+        if step["factor"][y] not in (0, 1):
+            axes.text(keys + 0.1, y + 0.5, f"× {step['factor'][y]:.3f}", color=RED, va="center",
+                      fontsize=8.5)  # fmt: skip
+    left = keys + 1.9
+    for name, values, colour in carried:
+        width = 1.5 * values.shape[1]
+        axes.text(left + width / 2, -0.2, name, ha="center", va="bottom", fontsize=9)
+        for y in range(rows):
+            for x in range(values.shape[1]):
+                text = f"{values[y, x]:.3g}" if name == "m" else f"{values[y, x]:.2f}"
+                box(left + 1.5 * x, y, text, colour, 1.5)
+        left += width + 0.25
+    axes.text(0, -0.2, "scores; orange: this tile", va="bottom", fontsize=8.5, color=GREY)
+    axes.set(xlim=(0, left), ylim=(rows, -0.9), aspect="equal")
+    axes.axis("off")
+    axes.set_title(f"after tile {step['tile']} of {step['tiles']}", fontsize=10, loc="left")
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(f"{value:.3g}" for value in values.tolist())
 
 
 def plot_rescalings(rescaled: Mapping[str, Any], *, title: str, small_print: str = "") -> Chart:

@@ -8,10 +8,10 @@ KEPT, READ, WRITTEN, REWRITTEN = d.BLUE, d.ORANGE, d.GREEN, d.RED
 WARPS = (d.BLUE, d.ORANGE, d.GREEN, d.PINK)
 
 
-@d.picture("versions-orders.png", (10.2, 8.6), 2, 2, height_ratios=(8.0, 4.6))
+@d.picture("versions-orders.png", (10.2, 5.2), 1, 2)
 def orders(panels):
-    """Above: the loops of a program. Below: the warps of a program at one tile."""
-    (first, second), (by_keys, by_queries) = panels
+    """The loops of a program."""
+    first, second = panels
     _loops(first, "version 1: a program has all tiles of a head", columns=True)
     _loops(second, "version 2: a program has one row of tiles", columns=False)
     labels = {
@@ -24,12 +24,21 @@ def orders(panels):
     }
     below = d.keys(first, labels, size=8.5, bbox_to_anchor=(0.02, 0.12), ncols=3)
     below.set_in_layout(False)  # it reaches below the other panel
+    return (
+        "Version 2 exchanges the loops: a row of tiles stays together, and O is written once",
+        "Forward pass of one head. Dao 2022, algorithm 1; Dao 2023, section 3.1.",
+    )
+
+
+@d.picture("versions-warps.png", (10.2, 3.6), 1, 2)
+def warps(panels):
+    """The warps of a program at one tile."""
+    by_keys, by_queries = panels
     _warps(by_keys, "version 1, split-K: each warp has some keys", by_keys=True)
     _warps(by_queries, "version 2, split-Q: each warp has some queries", by_keys=False)
     return (
-        "Version 2 turns the work by a quarter: rows stay together, in programs and in warps",
-        "Forward pass of one head. Dao 2022, algorithm 1; Dao 2023, sections 3.1 to 3.3. "
-        "A colour below is one of four warps.",
+        "Rows stay together in warps, too: version 2's exchange nothing",
+        "One tile of a program. Dao 2023, section 3.3. A colour is one of four warps.",
     )
 
 
