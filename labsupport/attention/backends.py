@@ -204,14 +204,15 @@ def attention_varlen(
 class _Plan:
     """The choice for one signature."""
 
-    backend: Backend
-    kernel: Kernel | None  # None: packed sequences run one by one, each with its own choice
+    backend: str
+    kernels: list[Kernel]  # one for the call, or for each packed sequence that has keys
+    one_by_one: bool
     empty: int  # number of leading queries that see no key
     repeated: bool  # whether key heads are repeated before the call
     report: CallReport
 
 
-_MOST_PLANS = 4096
+_MOST_PLANS, _MOST_OFFSETS = 4096, 256
 _plans: dict[Any, _Plan] = {}
 _reports = threading.local()
 
@@ -240,16 +241,16 @@ def _attend(
         call = call.with_repeated_heads()
     # Autocast would cast inputs on the way into some backends and not into others.
     with autocast_off(call.q):
-        if plan.kernel is None:
-            out, lse = _run_each_document(plan.backend, call)
+        if plan.one_by_one:
+            out, lse = _run_each_document(plan.kernels, call)
         else:
-            out, lse = plan.kernel.run(call.for_kernels() if call.packed else call)
+            out, lse = plan.kernels[0].run(call.for_kernels() if call.packed else call)
     if plan.empty:
         out = F.pad(out, (0, 0, 0, 0, plan.empty, 0))
     _reports.last = plan.report
     if not call.return_lse:
         return out
-    assert lse is not None, f"{plan.backend.name} promised a log-sum-exp and returned none"
+    assert lse is not None, f"{plan.backend} promised a log-sum-exp and returned none"
     lse = lse.detach().to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
     # flash-attn 2 says +inf of a query that sees no key (packed calls may hold some).
     lse = lse.masked_fill(lse == torch.inf, -torch.inf)
@@ -263,9 +264,10 @@ def _signature(call: AttentionCall, *rest: Any) -> tuple[Any, ...] | None:
     """
     q, slopes = call.q, call.alibi_slopes
     tensors = (q, call.k, call.v) if slopes is None else (q, call.k, call.v, slopes)
+    offsets = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k) if x is not None]
     if (
-        call.packed
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
+        or any(not isinstance(x, Tensor) or x.ndim != 1 or len(x) > _MOST_OFFSETS for x in offsets)
         or any(type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in tensors)
         or type(call.window_size) is not tuple
     ):
@@ -280,6 +282,7 @@ def _signature(call: AttentionCall, *rest: Any) -> tuple[Any, ...] | None:
             modes += tuple([x.data_ptr() % 16 == 0 for x in tensors])
     return (
         *[(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors],
+        *[(x.dtype, tuple(x.tolist())) for x in offsets],
         *(call.causal, call.softmax_scale, call.window_size, call.return_lse, call.softcap),
         *(modes, *rest),
     )
@@ -311,7 +314,7 @@ def _make_plan(call: AttentionCall, requested: str, io_aware: bool) -> _Plan:
     names += ", key heads repeated" if repeated else ""
     io_aware = chosen.io_aware and not any(map(chosen.stores_mask, parts))
     report = CallReport(chosen.name, names, io_aware, requested, refused)
-    return _Plan(chosen, None if one_by_one else kernels[0], empty, repeated, report)
+    return _Plan(chosen.name, kernels, one_by_one, empty, repeated, report)
 
 
 def _better_repeated(call: AttentionCall) -> bool:
@@ -349,15 +352,13 @@ def _choose(
     )
 
 
-def _run_each_document(entry: Backend, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    outs, lses = [], []
-    for rows, document in call.documents():
-        queries = rows.stop - rows.start
-        empty, document = (queries, None) if document is None else document.without_empty_queries()
+def _run_each_document(kernels: list[Kernel], call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    outs, lses, kernel = [], [], iter(kernels)
+    for rows, empty, document in call.documents:
         outs.append(torch.zeros_like(call.q[rows][:empty]))
         lses.append(call.q.new_full((call.heads, empty), -torch.inf, dtype=torch.float32))
         if document is not None:
-            out, lse = entry.kernel(document).run(document)
+            out, lse = next(kernel).run(document)
             outs.append(out[0])
             lses += [] if lse is None else [lse[0]]
     return torch.cat(outs), torch.cat(lses, dim=-1) if call.return_lse else None

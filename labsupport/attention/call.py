@@ -9,8 +9,8 @@ property here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, TypedDict
 
 import torch
@@ -167,21 +167,25 @@ class AttentionCall:
                 found[f"cu_seqlens_{letter}"] = offsets.to(self.q.device, torch.int32)
         return replace(self, **found) if found else self
 
-    def documents(self) -> Iterator[tuple[slice, AttentionCall | None]]:
-        """Yield each packed sequence's slice of queries, and its call (None without keys)."""
+    @cached_property
+    def documents(self) -> list[tuple[slice, int, AttentionCall | None]]:
+        """Each packed sequence: its slice of queries, how many see no key, the call of the rest."""
         assert self.cu_seqlens_q is not None
         assert self.cu_seqlens_k is not None
         edges_q, edges_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
-        slopes = self.alibi_slopes
+        slopes, found = self.alibi_slopes, []
         for i in range(len(edges_q) - 1):
             rows, cols = slice(*edges_q[i : i + 2]), slice(*edges_k[i : i + 2])
-            if rows.start == rows.stop:
-                continue
-            q, k, v = self.q[rows][None], self.k[cols][None], self.v[cols][None]
-            own = slopes[i] if slopes is not None and slopes.ndim == 2 else slopes
-            options = self.causal, self.softmax_scale, self.window_size, own, self.return_lse
-            call = AttentionCall(q, k, v, *options, softcap=self.softcap)
-            yield rows, call if k.shape[1] else None
+            queries = rows.stop - rows.start
+            if queries and cols.start == cols.stop:
+                found.append((rows, queries, None))
+            elif queries:
+                q, k, v = self.q[rows][None], self.k[cols][None], self.v[cols][None]
+                own = slopes[i] if slopes is not None and slopes.ndim == 2 else slopes
+                options = self.causal, self.softmax_scale, self.window_size, own, self.return_lse
+                call = AttentionCall(q, k, v, *options, softcap=self.softcap)
+                found.append((rows, *call.without_empty_queries()))
+        return found
 
 
 OPTIONS = tuple(field.name for field in fields(AttentionCall)[3:])

@@ -10,7 +10,9 @@ Keys in pages, in rows of a cache, or cut to the lengths in use are gathered fir
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import operator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,7 @@ from labsupport.attention.inputs import (
     check_integers,
     check_max_seqlen,
     check_offsets,
+    check_range,
     check_switch,
     check_window,
     overlaps,
@@ -125,11 +128,11 @@ def flash_attn_varlen_func(
     """
     if block_table is not None or seqused_k is not None:
         k, v, cu_seqlens_k = _keys_in_use(k, v, cu_seqlens_k, block_table, seqused_k)
-    for letter, longest, offsets in (
-        ("q", max_seqlen_q, cu_seqlens_q), ("k", max_seqlen_k, cu_seqlens_k)
-    ):  # fmt: skip
-        check_offsets(f"cu_seqlens_{letter}", offsets, None)
-        check_max_seqlen(f"max_seqlen_{letter}", longest, offsets.diff())
+    lengths = check_offsets("cu_seqlens_q", cu_seqlens_q)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q, lengths)
+    if cu_seqlens_k is not cu_seqlens_q:
+        lengths = check_offsets("cu_seqlens_k", cu_seqlens_k)
+    check_max_seqlen("max_seqlen_k", max_seqlen_k, lengths)
     return _attend(
         _packed, q, k, v, cu_seqlens_q, cu_seqlens_k,
         dropout_p=dropout_p, softcap=softcap, causal=causal,
@@ -233,37 +236,36 @@ def flash_attn_with_kvcache(
             f"num_splits is a number, 0 for the backend's choice, but {num_splits!r} was given."
         )
     _check_cache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, block_table)
-    batch, seqlen_q = q.shape[:2]
-    device, new = q.device, 0 if k is None else k.shape[1]
-    name, table = "block_table", block_table
-    if block_table is None:  # a row of the cache is one large page
-        name, table = "cache_batch_idx", cache_batch_idx
-        if table is None:
-            name += ", by default 0 to batch - 1,"
-            table = torch.arange(batch, device=device)
-    table = _check_table(name, table, batch, device)
-    room = table.shape[1] * k_cache.shape[1]
+    (batch, seqlen_q), device = q.shape[:2], q.device
+    new = 0 if k is None else k.shape[1]
+    room, source, table = k_cache.shape[1], "the cache", block_table
+    if table is not None:
+        table = _check_table(table, batch, device)
+        room, source = room * table.shape[1], "block_table"
+    limit = f"the room that {source} gives a sequence"
     held = room if cache_seqlens is None else cache_seqlens
     if isinstance(held, int) and not isinstance(held, bool):
         held = torch.full((batch,), held)
-    source = "the cache" if block_table is None else "block_table"
-    limit = f"the room that {source} gives a sequence"
-    held = check_integers("cache_seqlens", held, (batch,), 0, room, limit).to(device)
-    if int(held.max()) + new > room:
+    held = check_integers("cache_seqlens", held, (batch,))
+    lengths = check_range("cache_seqlens", held.tolist(), [room] * batch, limit)
+    longest = max(lengths) + new
+    if longest > room:
         raise AttentionInputError(
-            f"{source} has room for {room} keys; "
-            f"{int(held.max())} and {new} new ones do not fit: allocate a longer cache, and pass "
-            "cache_seqlens, the number of keys that are there."
+            f"{source} has room for {room} keys; {longest - new} and {new} new ones do not fit: "
+            "allocate a longer cache, and pass cache_seqlens, the number of keys that are there."
         )
-    first = torch.zeros_like(held)
+    first = [0] * batch
     if cache_leftpad is not None:
-        there = "the keys that are there"
-        first = check_integers(
-            "cache_leftpad", _to(cache_leftpad, device), (batch,), 0, held, there
-        )
-    distinct = block_table is None and cache_batch_idx is None
-    written_from = None if k is None or distinct else held
-    place = _places(name, table, k_cache, held + new, written_from)
+        first = check_integers("cache_leftpad", cache_leftpad, (batch,)).tolist()
+        check_range("cache_leftpad", first, lengths, "the keys that are there")
+    ends = [length + new for length in lengths]
+    rows = _check_rows(cache_batch_idx, k_cache, batch, new)
+    page, slot = _places(k_cache, table, rows, first, ends)
+    held, cu_k = held.to(device), _offsets(map(operator.sub, ends, first))
+    fresh = (cu_k[1:].unsqueeze(1) + torch.arange(-new, 0)).flatten().to(device)
+    where = page[fresh], slot[fresh]
+    if new and table is not None:
+        _check_alone(table, page, where[0], first, ends, k_cache.shape[1])
     if rotary_cos is not None and rotary_sin is not None and k is not None:
         turn = partial(
             apply_rotary_emb, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved,
@@ -272,20 +274,16 @@ def flash_attn_with_kvcache(
         moving = causal or tuple(window_size) != (-1, -1)
         k = turn(k)
         q = turn(q) if moving else turn(q.flatten(1, 2).unsqueeze(1)).view(q.shape)
-
-    step = torch.arange(room, device=device)
-    visible = (first[:, None] <= step) & (step < (held + new)[:, None])
-    place = place[0][visible], place[1][visible]
-    keys, values = k_cache[place], v_cache[place]
-    fresh = (step >= held[:, None])[visible]
+    keys, values = k_cache[page, slot], v_cache[page, slot]
     if k is not None and v is not None:
-        keys[fresh], values[fresh] = k.flatten(0, 1), v.flatten(0, 1)
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        keys[fresh], values[fresh] = k, v
     out, lse = _packed(
         q.flatten(0, 1),
         keys,
         values,
-        torch.arange(batch + 1, device=device) * seqlen_q,
-        _offsets(held + new - first),
+        torch.arange(0, (batch + 1) * seqlen_q, seqlen_q),
+        cu_k,
         causal=causal,
         softmax_scale=softmax_scale,
         window_size=window_size,
@@ -294,8 +292,7 @@ def flash_attn_with_kvcache(
         return_lse=True,
     )
     if k is not None and v is not None:  # last: a call that raises leaves the cache as it was
-        where = place[0][fresh], place[1][fresh]
-        k_cache[where], v_cache[where] = keys[fresh], values[fresh]
+        k_cache[where], v_cache[where] = k, v
     out = out.unflatten(0, (batch, seqlen_q))
     lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
     return (out, lse) if return_softmax_lse else out
@@ -342,67 +339,51 @@ def _keys_in_use(
     paged = block_table is not None
     layout = "(pages, page size, kv_heads, head_dim)" if paged else "(total_k, kv_heads, head_dim)"
     _check_same("k", k, "v", v, layout)
-    check_offsets("cu_seqlens_k", cu_seqlens_k, None if paged else len(k))
-    lengths = limit = cu_seqlens_k.diff().to(k.device, torch.int64)
+    lengths = limits = check_offsets("cu_seqlens_k", cu_seqlens_k, None if paged else len(k))
     table = None
     if paged:
-        table = _check_table("block_table", block_table, len(lengths), k.device)
-        limit = torch.full_like(lengths, table.shape[1] * k.shape[1])
+        table = _check_table(block_table, len(lengths), k.device)
+        limits = [table.shape[1] * k.shape[1]] * len(lengths)
     if seqused_k is not None:
-        used, room = _to(seqused_k, k.device), "the room of its sequence"
-        lengths = check_integers("seqused_k", used, tuple(lengths.shape), 0, limit, room)
-    elif bool((lengths > limit).any()):
+        lengths = check_integers("seqused_k", seqused_k, (len(lengths),)).tolist()
+        check_range("seqused_k", lengths, limits, "the room of its sequence")
+    elif max(lengths) > limits[0] and paged:
         raise AttentionInputError(
-            f"block_table has room for {int(limit[0])} keys of a sequence, but by cu_seqlens_k one "
-            f"has {int(lengths.max())}: give the table more columns."
+            f"block_table has room for {limits[0]} keys of a sequence, but by cu_seqlens_k one "
+            f"has {max(lengths)}: give the table more columns."
         )
-    step = torch.arange(int(lengths.max()), device=k.device)
-    visible = step < lengths[:, None]
     if table is None:
-        start = cu_seqlens_k[:-1].to(k.device)
-        place: Any = (start[:, None] + step)[visible]
+        row, step = _places(k, None, None, [0] * len(lengths), lengths)
+        place: Any = cu_seqlens_k.to(k.device)[row] + step
     else:
-        both = _places("block_table", table, k, lengths)
-        place = tuple(x[:, : len(step)][visible] for x in both)
+        place = _places(k, table, None, [0] * len(lengths), lengths)
     return k[place], v[place], _offsets(lengths)
 
 
 def _places(
-    name: str, table: Tensor, cache: Tensor, lengths: Tensor, written_from: Tensor | None = None
+    cache: Tensor, table: Tensor | None, rows: Tensor | None, first: list[int], ends: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return page and slot, each (batch, room), of each token of each sequence.
+    """Return page and slot of each token in use, (total,), one sequence after the other.
 
     Only pages in use are checked: unused entries may hold anything.
     """
+    step = torch.arange(max(ends), device=cache.device)
+    visible = step < torch.tensor(ends, device=cache.device).unsqueeze(1)
+    if any(first):
+        visible &= step >= torch.tensor(first, device=cache.device).unsqueeze(1)
+    row, slot = visible.nonzero(as_tuple=True)
+    if table is None:  # a row of the cache is one large page
+        return row if rows is None else rows[row], slot
     pages, size = cache.shape[:2]
-    start = torch.arange(table.shape[1], device=table.device) * size
-    used = start < lengths[:, None]
-    wrong = used & ((table < 0) | (table >= pages))
-    if bool(wrong.any()):
-        raise AttentionInputError(
-            f"{name} must name rows or pages of the cache, 0 to {pages - 1}, but "
-            f"{int(table[wrong][0])} was given: negative numbers do not count from the end."
-        )
-    if written_from is not None:
-        written = used & (start + size > written_from[:, None])
-        numbers, times = table[used].unique(return_counts=True)
-        shared = table[written][torch.isin(table[written], numbers[times > 1])]
-        if len(shared):
-            raise AttentionInputError(
-                f"{name} gives {int(shared[0])} to more than one place, and new keys would be "
-                "written there: sequences can share keys that are there, but each needs its own "
-                "row or page for new ones."
-            )
-    step = torch.arange(table.shape[1] * size, device=table.device)
-    return table[:, step // size], (step % size).expand(len(table), -1)
+    page = table[row, slot // size]
+    if len(page):
+        least, most = page.aminmax()
+        _check_names("block_table", int(least), int(most), pages)
+    return page, slot % size
 
 
-def _to(x: Any, device: torch.device) -> Any:
-    return x.to(device) if isinstance(x, Tensor) else x
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+def _offsets(lengths: Iterable[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)])
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -438,11 +419,52 @@ def _kind(x: object) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
-def _check_table(name: str, table: Any, batch: int, device: torch.device) -> Tensor:
-    """Check whose numbers a table gives, and return it as (batch, columns)."""
-    wide = name == "block_table" and isinstance(table, Tensor) and table.ndim > 0
-    shape = (batch, table.shape[-1]) if wide else (batch,)
-    return check_integers(name, table, shape).to(device).reshape(batch, shape[-1] if wide else 1)
+def _check_table(table: Any, batch: int, device: torch.device) -> Tensor:
+    columns = table.shape[-1] if isinstance(table, Tensor) and table.ndim else 1
+    return check_integers("block_table", table, (batch, columns)).to(device)
+
+
+def _check_rows(rows: Any, cache: Tensor, batch: int, new: int) -> Tensor | None:
+    """Check which rows of a cache are read, and that new keys are written to different ones."""
+    if rows is None:
+        _check_names("cache_batch_idx, by default 0 to batch - 1,", 0, batch - 1, len(cache))
+        return None
+    rows = check_integers("cache_batch_idx", rows, (batch,))
+    numbers = rows.tolist()
+    _check_names("cache_batch_idx", min(numbers), max(numbers), len(cache))
+    if new and len(set(numbers)) < batch:
+        _refuse_shared("cache_batch_idx", max(numbers, key=numbers.count))
+    return rows.to(cache.device)
+
+
+def _check_alone(
+    table: Tensor, page: Tensor, written: Tensor, first: list[int], ends: list[int], size: int
+) -> None:
+    """Check that no page that new keys are written to is used in two places."""
+    used = sum(-(-end // size) - start // size for start, end in zip(first, ends, strict=True))
+    if int(page.bincount().count_nonzero()) == used:
+        return
+    edges = torch.arange(0, table.shape[1] * size, size, device=table.device)
+    after, before = (torch.tensor(x, device=table.device).unsqueeze(1) for x in (first, ends))
+    times = table[(edges + size > after) & (edges < before)].bincount()
+    shared = written[times[written] > 1]
+    if len(shared):
+        _refuse_shared("block_table", int(shared[0]))
+
+
+def _check_names(name: str, least: int, most: int, number: int) -> None:
+    if least < 0 or most >= number:
+        raise AttentionInputError(
+            f"{name} must name rows or pages of the cache, 0 to {number - 1}, but "
+            f"{least if least < 0 else most} was given: negative numbers do not count from the end."
+        )
+
+
+def _refuse_shared(name: str, number: int) -> None:
+    raise AttentionInputError(
+        f"{name} gives {number} to more than one place, and new keys would be written there: "
+        "sequences can share keys that are there, but each needs its own row or page for new ones."
+    )
 
 
 def _check_cache(

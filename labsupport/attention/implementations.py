@@ -159,8 +159,7 @@ class Backend:
         """The calls that this backend gets: one per document if it takes no packed sequences."""
         if not call.packed or self.takes_packed:
             return [call]
-        documents = (document for _, document in call.documents() if document is not None)
-        return [document.without_empty_queries()[1] for document in documents]
+        return [document for *_, document in call.documents if document is not None]
 
 
 def short(dtype: torch.dtype) -> str:

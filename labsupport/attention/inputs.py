@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any
@@ -108,8 +109,8 @@ def check_packed_layout(
         )
 
 
-def check_offsets(name: str, offsets: object, total: int | None) -> None:
-    """Check offsets of packed sequences; a `total` of None takes any."""
+def check_offsets(name: str, offsets: object, total: int | None = None) -> list[int]:
+    """Check offsets of packed sequences, and return the lengths; a `total` of None takes any."""
     whole = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
     steps = offsets.tolist() if isinstance(offsets, Tensor) and whole and offsets.ndim == 1 else []
     ends = total is None or steps[-1:] == [total]
@@ -119,12 +120,13 @@ def check_offsets(name: str, offsets: object, total: int | None) -> None:
             f"{name} must be a 1-D integer tensor that starts at 0, never falls{end}; {offsets} "
             "was given. For lengths [3, 5] it is [0, 3, 8]: torch.tensor([0, 3, 5]).cumsum(0)."
         )
+    return list(map(operator.sub, steps[1:], steps))
 
 
-def check_max_seqlen(name: str, longest: object, lengths: Tensor | int) -> None:
+def check_max_seqlen(name: str, longest: object, lengths: list[int]) -> None:
     """Check that a longest length is a number, and none of the `lengths` is larger."""
     number = longest.item() if isinstance(longest, Tensor) and longest.ndim == 0 else longest
-    least = int(lengths.max()) if isinstance(lengths, Tensor) else lengths
+    least = max(lengths)
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise AttentionInputError(
             f"{name} must be the longest length, here {least}, or more, but {longest!r} was given."
@@ -137,35 +139,26 @@ def check_switch(name: str, switch: object) -> None:
         raise AttentionInputError(f"{name} is True or False, but {switch!r} was given.")
 
 
-def check_integers(
-    name: str,
-    x: object,
-    shape: tuple[int, ...],
-    least: int | None = None,
-    most: int | Tensor | None = None,
-    limit: str = "",
-) -> Tensor:
-    """Check an integer tensor of one shape and its bounds, and return it as int64.
-
-    `most`, a number or one for each entry, is described by `limit`.
-    """
+def check_integers(name: str, x: object, shape: tuple[int, ...]) -> Tensor:
+    """Check an integer tensor of one shape, and return it as int64."""
     if not isinstance(x, Tensor) or x.dtype not in INTEGERS or tuple(x.shape) != shape:
         kind = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
         raise AttentionInputError(
             f"{name} must be an integer tensor of shape {shape}, but {kind} was given: "
             "torch.tensor(...) converts a list."
         )
-    x = x.long()
-    if least is None or most is None:
-        return x
-    most = torch.as_tensor(most, device=x.device).expand_as(x)
-    wrong = (x < least) | (x > most)
-    if bool(wrong.any()):
+    return x.long()
+
+
+def check_range(name: str, numbers: list[int], most: list[int], limit: str) -> list[int]:
+    """Check that numbers are 0 to those of `most`, which `limit` describes, and return them."""
+    if min(numbers) < 0 or any(map(operator.gt, numbers, most)):
+        wrong = next((n, top) for n, top in zip(numbers, most, strict=True) if not 0 <= n <= top)
         raise AttentionInputError(
-            f"{name} must be {least} to {int(most[wrong][0])}, {limit}, but {int(x[wrong][0])} "
-            "was given; negative numbers do not count from the end."
+            f"{name} must be 0 to {wrong[1]}, {limit}, but {wrong[0]} was given; negative numbers "
+            "do not count from the end."
         )
-    return x
+    return numbers
 
 
 def overlaps(x: Tensor, other: Tensor | None = None) -> bool:
@@ -173,9 +166,11 @@ def overlaps(x: Tensor, other: Tensor | None = None) -> bool:
 
     May say so of rare interleaved views, as PyTorch's own check does.
     """
+    apart = 0 if other is None else other.data_ptr() - x.data_ptr()
+    if x.is_contiguous() and (other is None or other.is_contiguous()):
+        return other is not None and abs(apart) < x.nbytes
     steps = [(stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
     if other is not None:
-        apart = other.data_ptr() - x.data_ptr()
         if x.stride() != other.stride():
             reach_x, reach_other = (
                 sum((n - 1) * stride for n, stride in zip(y.shape, y.stride(), strict=True))

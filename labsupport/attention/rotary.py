@@ -22,6 +22,8 @@ Angles are made in float64, and only their cosines and sines are rounded to floa
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any
 
 import torch
@@ -274,21 +276,22 @@ def _angles_of_tokens(
                 "table (positions, pairs) goes with those, or with a batch."
             )
         return cos, sin
-    batch, lengths = tokens[0], tokens[-1]
+    lengths = [tokens[-1]] if by_one else [tokens[-1]] * tokens[0]
     if cu_seqlens is not None:
         if x.ndim != 3:
             raise AttentionInputError(
                 f"cu_seqlens describes packed sequences, x (total, heads, head_dim), but x "
                 f"{tuple(x.shape)} was given: x.flatten(0, 1) packs a batch."
             )
-        check_offsets("cu_seqlens", cu_seqlens, len(x))
-        lengths = cu_seqlens.diff().to(x.device, torch.int64)
-        batch = len(lengths)
+        lengths = check_offsets("cu_seqlens", cu_seqlens, len(x))
     if max_seqlen is not None:
         check_max_seqlen("max_seqlen", max_seqlen, lengths)
-    if not by_one:
-        seqlen_offsets = check_integers("seqlen_offsets", seqlen_offsets, (batch,)).to(x.device)
-    first, needed = _least(seqlen_offsets), -_least(-(seqlen_offsets + lengths))
+    if by_one:
+        offsets = [seqlen_offsets] * len(lengths)
+    else:
+        seqlen_offsets = check_integers("seqlen_offsets", seqlen_offsets, (len(lengths),))
+        offsets = seqlen_offsets.tolist()
+    first, needed = min(offsets, default=0), max(map(operator.add, offsets, lengths), default=0)
     if first < 0 or needed > rows:
         raise AttentionInputError(
             f"cos and sin have {rows} positions, but x {tuple(x.shape)} with seqlen_offsets from "
@@ -302,14 +305,13 @@ def _angles_of_tokens(
             f"pass cos[:{tokens[-1]}], and sin likewise."
         )
     if cu_seqlens is not None:
-        shift = seqlen_offsets - cu_seqlens[:-1].to(x.device, torch.int64)
-        places = torch.arange(len(x), device=x.device) + shift.repeat_interleave(lengths)
+        shift = map(operator.sub, offsets, itertools.accumulate(lengths, initial=0))
+        shifts = torch.tensor(list(shift)).repeat_interleave(torch.tensor(lengths))
+        places = torch.arange(len(x), device=x.device) + shifts.to(x.device)
     elif by_one:
         places = slice(first, needed)
     else:
-        places = seqlen_offsets[:, None] + torch.arange(tokens[-1], device=x.device)
+        places = seqlen_offsets.to(x.device).unsqueeze(1) + torch.arange(
+            tokens[-1], device=x.device
+        )
     return cos[places], sin[places]
-
-
-def _least(x: int | Tensor) -> int:
-    return int(x.min()) if isinstance(x, Tensor) else x
