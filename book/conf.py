@@ -80,6 +80,7 @@ ALONE = (
     "docs/cluster",
     "docs/versions",
     "docs/architectures",
+    "docs/decisions",
 )
 html_sidebars = {name: [] for name in ALONE}
 html_theme_options = {

@@ -18,7 +18,8 @@ from mdit_py_plugins.dollarmath import dollarmath_plugin
 
 ROOT = Path(__file__).resolve().parent.parent
 # Named one by one: below the root there are also environments, builds and the student's copies.
-MARKDOWN = ("*.md", *(f"{n}/**/*.md" for n in ("theory", "docs", "data", "book", "capstone")))
+FOLDERS = ("theory", "docs", "data", "book", "capstone", "grader", ".github")
+MARKDOWN = ("*.md", *(f"{name}/**/*.md" for name in FOLDERS))
 TWINS = ("notebooks/**/*.py",)
 PACKAGES = ("labsupport", "grader", "scripts", "benchmarks", "book", "capstone")
 CODE = tuple(f"{name}/**/*.py" for name in PACKAGES)
@@ -47,6 +48,16 @@ class Link:
     def external(self) -> bool:
         """Tell whether it leaves the project: it begins with a scheme, such as https."""
         return re.match(r"[a-z][a-z+.-]*:", self.target) is not None
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a page: lines of a ```bash block, or a call of the lab's in the running text."""
+
+    path: Path
+    line: int
+    text: str
+    in_block: bool
 
 
 def pages() -> list[Path]:
@@ -112,6 +123,35 @@ def _words(children: list[Token]) -> str:
 
 def _without_tags(html: str) -> str:
     return re.sub(r"<[^>]*>", "", re.sub(r"<code>.*?</code>", CUT, html))
+
+
+# A block with one of these is one command, the others one for each line.
+_SCRIPT = re.compile(
+    r"<<|^(?:#!|cd|export|while|until|for|node\(|\w+=\S+(?: \w+=\S+)*$)", re.MULTILINE
+)
+_CALL = re.compile(r"(?:\.venv/bin/)?(?:labsupport|python -[cm]|make|scripts/\S+\.sh) ")
+
+
+def commands(path: Path) -> Iterator[Command]:
+    """The commands of a page, in order, without comments that fill a line."""
+    for token in _tokens(path):
+        line = token.map[0] + 1 if token.map else 0
+        if token.type == "fence" and token.info.strip() == "bash":
+            if _SCRIPT.search(token.content):
+                yield Command(path, line + 1, token.content.strip(), True)
+                continue
+            text, begin = "", 0
+            for number, part in enumerate(token.content.split("\n"), line + 1):
+                text, begin = text + part, begin or number
+                if text.endswith("\\"):
+                    text += "\n"
+                    continue
+                if text.strip() and not text.startswith("#"):
+                    yield Command(path, begin, text.strip(), True)
+                text, begin = "", 0
+        for child in token.children or []:
+            if child.type == "code_inline" and _CALL.match(child.content):
+                yield Command(path, line, child.content, False)
 
 
 @cache

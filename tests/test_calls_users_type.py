@@ -269,7 +269,7 @@ COMMANDS = {
     "the benchmark's flags": (
         "bench --batch 1 --seqlen 16 --nheads 1 --headdim 8 --causal --dtype fp32 --repeats 3 "
         "--no-grad",
-        ["min", "avg", "max", "peak", "average", "TFLOP/s", "memory"],
+        ["min", "avg", "max", "peak", "average", "FLOP/s", "memory"],
     ),
     "all implementations, xFormers among them": (
         "compare --batch 1 --seqlen 16 --nheads 1 --headdim 8 --no-grad --repeats 2",

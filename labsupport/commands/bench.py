@@ -103,7 +103,7 @@ def bench_command(
 def report(table: pd.DataFrame, case: Case, ceilings: Any) -> str:
     """Return the text about a table of one row, or of none; `ceilings` where it ran."""
     from labsupport.commands.compare import IMPOSSIBLE, judge_table
-    from labsupport.profiling.units import format_bytes, format_ms
+    from labsupport.profiling.units import format_bytes, format_ms, format_rate
 
     if table.empty:
         return "stopped before it was measured"
@@ -114,17 +114,20 @@ def report(table: pd.DataFrame, case: Case, ceilings: Any) -> str:
     if row["status"] != "ok":
         return "\n".join([*lines, row["status"], f"  {row['reason']}", f"  {what_helps(row)}"])
     row = judge_table(table, ceilings).iloc[0].to_dict()
+    speed = {
+        name: format_rate(1e12 * row[f"{name}_tflops"], "FLOP/s") for name in ("peak", "average")
+    }
     ms = {name: format_ms(row[f"{name}_ms"]) for name in ("min", "mean", "max", "median")}
     lines += [
         f"kernel   {row['kernel']}",
         f"time     min {ms['min']}, avg {ms['mean']}, max {ms['max']} ms",
         f"         median {ms['median']} ms, IQR {format_ms(row['q1_ms'])}-"
         f"{format_ms(row['q3_ms'])}, n={row['repeats']:.0f}",
-        f"speed    peak {row['peak_tflops']:.3g}, average {row['average_tflops']:.3g} TFLOP/s",
+        f"speed    peak {speed['peak']}, average {speed['average']}",
         f"memory   {format_bytes(row['peak_memory_bytes'])} at the peak, inputs left out",
     ]
     share = row["of_ceiling"]
-    if share == share:
+    if share <= IMPOSSIBLE:
         lines.append(f"ceiling  {share:.0%} of what this device reaches ({row['verdict']})")
     others = "look for other programs: labsupport doctor"
     if share < ABNORMAL and case.seqlen >= 256:

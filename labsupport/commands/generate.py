@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,7 +61,8 @@ def generate_command(
         bool | None,
         Option(
             "--chat/--no-chat",
-            help="Wrap the prompt as a message. Default: if the model has a chat template.",
+            help="Wrap the prompt as a message, for models with a chat template, instead of "
+            "continuing it. Default: with --document.",
         ),
     ] = None,
     compare: Annotated[
@@ -74,7 +74,7 @@ def generate_command(
     ] = False,
     verbose: Annotated[
         int,
-        Option("--verbose", "-v", count=True, help="Attention by layer; -vv: time by step."),
+        Option("--verbose", "-v", count=True, help="Attention of the layers; -vv: time by step."),
     ] = 0,
     json_file: Annotated[
         Path | None, Option("--json", help="Also write the result to this file.")
@@ -83,10 +83,11 @@ def generate_command(
         bool, Option("--download", help="Fetch the model if it is not here.")
     ] = False,
 ) -> None:
-    """Continue a text, and report speed, memory and the attention that ran.
+    """Continue a text, or answer with --chat; report speed, memory and the attention that ran.
 
     \b
-    labsupport generate "What is attention?" -v
+    labsupport generate "Once upon a time" -v
+    labsupport generate "What is attention?" --chat
     labsupport generate --prompt-file long.txt --attention flash --compare
     labsupport generate "Who wrote this, and when?" --document letter.txt
     """
@@ -111,12 +112,13 @@ def generate_command(
     if json_file:  # a file that cannot be written is an error before anything long begins
         json_file.touch(exist_ok=False)
         json_file.unlink()
+    log, layers = logging.getLogger("labsupport.models"), LayersTogether()
     if verbose:
-        log = logging.getLogger("labsupport.models")
-        log.addHandler(logging.StreamHandler(sys.stderr))
+        log.addHandler(layers)
         log.setLevel(logging.INFO)
 
     import torch
+    from tqdm import tqdm
 
     from labsupport.models import compare_attention, generate, load_model
     from labsupport.models.generation.generate import fastest_cache
@@ -134,7 +136,7 @@ def generate_command(
     )
     pair = loaded.model, loaded.tokenizer
     if chat is None:
-        chat = bool(getattr(loaded.tokenizer, "chat_template", None))
+        chat = document is not None and bool(getattr(loaded.tokenizer, "chat_template", None))
     typer.echo(f"{loaded.name} on {loaded.model.device}: {loaded.source}", err=True)
     result: dict[str, Any] = {"model": loaded.name, "source": loaded.source, "prompt": text}
     if compare:
@@ -142,6 +144,7 @@ def generate_command(
         both = compare_attention(
             *pair, text, backends=("standard", second), max_new_tokens=max_new_tokens, chat=chat
         )
+        layers.flush()
         typer.echo(f"{both.generations[second].text}\n\n{both}")
         result |= {name: getattr(both, name) for name in both.__dataclass_fields__}
         result |= {"same_text": both.same_text, "agree": both.agree}
@@ -153,13 +156,19 @@ def generate_command(
         options |= {"temperature": temperature, "top_k": top_k, "seed": seed}
         if warm_up:
             generate(*pair, prompts, max_new_tokens=min(2, max_new_tokens), **options)
-        on_step = _print_step if verbose > 1 else None
-        done = generate(*pair, prompts, max_new_tokens=max_new_tokens, on_step=on_step, **options)
+        fastest = fastest_cache(loaded.model, steps=verbose > 1)
+        # The graphed loop does not stop after each step. None: a bar on a terminal alone.
+        without = verbose > 1 or "graphed" in (cache, fastest if cache == "auto" else "") or None
+        with tqdm(total=max_new_tokens, unit="token", leave=False, disable=without) as bar:
+            options["on_step"] = _print_step if verbose > 1 else None
+            if not bar.disable:
+                options["on_step"] = lambda *step: bar.update()
+            done = generate(*pair, prompts, max_new_tokens=max_new_tokens, **options)
+        layers.flush()
         # Greedy rows of one prompt are equal.
         for index, answer in enumerate(done.texts if temperature else done.texts[:1], 1):
             typer.echo(f"[{index}] {answer}" if batch > 1 and temperature else answer)
         typer.echo(f"\n{done}")
-        fastest = fastest_cache(loaded.model, steps=verbose > 1)
         if fastest == "graphed" != done.cache:
             typer.echo("hint: --cache graphed has the fastest steps here", err=True)
         result |= _as_dict(done)
@@ -169,6 +178,29 @@ def generate_command(
         json_file.write_text(written + "\n", "utf-8")
     if not result.get("agree", True):
         raise typer.Exit(1)
+
+
+class LayersTogether(logging.Handler):
+    """Handler of the log of layers: layers with the same attention share a line on stderr."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: dict[tuple[str, str], list[str]] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep what `labsupport.models.integration.trace.note` says of a layer."""
+        kind, layer, backend = map(str, record.args or ())
+        self.layers.setdefault((kind, backend), []).append(layer)
+
+    def flush(self) -> None:
+        """Print a line for each kind of attention."""
+        from labsupport.models.integration.trace import ranges
+
+        for (kind, backend), layers in self.layers.items():
+            numbers = [int(layer.split()[1]) for layer in layers if layer.startswith("layer ")]
+            named = f"layers {ranges(numbers)}" if numbers else ", ".join(dict.fromkeys(layers))
+            typer.echo(f"Using {kind} for {named} ({backend})", err=True)
+        self.layers.clear()
 
 
 def read_text(path: Path) -> str:

@@ -149,7 +149,8 @@ def _profile(
     folder = summary.folder
     with summary.section("The machine"):
         ceilings, checks = measured_ceilings(str(device)), diagnose()
-        summary.add(f"{detect_device(device)}. Measured here: {ceilings}")
+        rates = str(ceilings).removeprefix(f"{ceilings.device}: ")
+        summary.add(f"{detect_device(device)}. Measured here: {rates}.")
         wrong = [check for check in checks if check.status != "ok"]
         lines = [f"- **{one.name}** ({one.status}): {one.detail}. {one.remedy}" for one in wrong]
         passed = f"`labsupport doctor`: {len(checks) - len(wrong)} checks passed."

@@ -51,7 +51,7 @@ from labsupport.interrupt import interrupted_status
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import Timing, now
-from labsupport.profiling.units import format_bytes, format_ms
+from labsupport.profiling.units import format_bytes, format_ms, format_rate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -287,8 +287,8 @@ def _links(info: RankInfo) -> Iterator[str]:
     bus = 2 * (info.world - 1) / info.world * size
     yield f"a hop of 8 bytes to the next rank: {1e3 * slowest(hop(8)):.0f} us"
     yield (
-        f"{format_bytes(size)}: a hop {size / each / 1e6:.1f} GB/s each way, "
-        f"all-reduce {bus / total / 1e6:.1f} GB/s"
+        f"{format_bytes(size)}: a hop {format_rate(1e3 * size / each, 'B/s')} each way, "
+        f"all-reduce {format_rate(1e3 * bus / total, 'B/s')}"
     )
 
 
@@ -533,7 +533,7 @@ def _timed(info: RankInfo, program: Callable[[], Any], seconds: float) -> tuple[
 HEADER = (
     f"{'layout':10} {'implementation':24} {'tokens':>6} {'heads':>6} {'pass':4} "
     f"{'ms':>7} {'its/s':>6} {'silent':>7} {'1 device':>8} {'of best':>7} {'native':>6} "
-    f"{'TFLOP/s':>7} {'memory':>9} {'growth':>6}"
+    f"{'speed':>12} {'memory':>9} {'growth':>6}"
 )
 
 
@@ -551,6 +551,7 @@ def line(row: Row) -> str:
     growth = f"{row['memory_growth']:+.0%}" if "memory_growth" in row else "-"
     return (
         f"{start} {ms[0]:>7} {row['iterations_per_s']:6.4g} {ms[1]:>7} {ms[2]:>8} "
-        f"{row['efficiency']:7.0%} {row['of_native']:6.2f} {row['tflops']:7.3g} "
+        f"{row['efficiency']:7.0%} {row['of_native']:6.2f} "
+        f"{format_rate(1e12 * row['tflops'], 'FLOP/s'):>12} "
         f"{format_bytes(row['peak_memory_bytes']):>9} {growth:>6}"
     )

@@ -25,6 +25,7 @@ import torch
 from labsupport.paths import data_dir
 from labsupport.profiling.health import warn_if_busy
 from labsupport.profiling.timing import measure_time, now, resolve_device
+from labsupport.profiling.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,6 +76,11 @@ class DeviceInfo:
     spec: HardwareSpec | None = None
     note: str = ""
 
+    def __str__(self) -> str:
+        more = f", compute capability {self.compute_capability}, {self.sms} multiprocessors"
+        known = more if self.sms else ""
+        return f"{self.name}, {format_bytes(self.memory_bytes)} of memory{known}"
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -89,8 +95,9 @@ class Ceilings:
     matmul_tflops: dict[str, float]
 
     def __str__(self) -> str:
-        rates = ", ".join(f"{name} {rate:.3g}" for name, rate in self.matmul_tflops.items())
-        return f"{self.device}: copy {self.copy_gb_s:.0f} GB/s; matmul TFLOP/s: {rates}"
+        rates = {name: format_rate(1e12 * x, "FLOP/s") for name, x in self.matmul_tflops.items()}
+        matmul = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+        return f"{self.device}: copy {format_rate(1e9 * self.copy_gb_s, 'B/s')}; matmul {matmul}"
 
 
 @functools.cache
@@ -199,9 +206,9 @@ def raise_beaten(device: torch.device | str, reached: Mapping[str, float]) -> st
     for name, before in known.matmul_tflops.items():
         rate = max(before, again.matmul_tflops[name], reached.get(name, 0.0))
         if reached.get(name, 0.0) > before:
-            said.append(f"{name} from {before:.3g} to {rate:.3g}")
+            said.append(f"{name} to {format_rate(1e12 * rate, 'FLOP/s')}")
         known.matmul_tflops[name] = rate
-    return f"A kernel was faster than the measured ceiling: raised for {', '.join(said)} TFLOP/s."
+    return f"A kernel was faster than the measured ceiling: raised for {', '.join(said)}."
 
 
 def measure_ceilings(device: torch.device | str | None = None) -> Ceilings:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from labsupport.profiling.grids import Case
-from labsupport.profiling.units import format_bytes, format_ms
+from labsupport.profiling.units import format_bytes, format_ms, rate_prefix, three_digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,7 +49,7 @@ READABLE = {
     "seqlen": "tokens",
     "status": "status",
     "median_ms": "time, ms",
-    "tflops": "TFLOP/s",
+    "tflops": "FLOP/s",  # after the prefix that suits the largest
     "speedup": "speed-up",
     "peak_memory_bytes": "extra memory, MiB",
     "max_error": "max error",
@@ -72,7 +72,12 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
         else:
             shown = shown.drop(columns=name, errors="ignore")
     digits = {"median_ms": 3, "tflops": 3, "speedup": 2}
-    return shown.round(digits).rename(columns=READABLE)
+    names = dict(READABLE)
+    if "tflops" in shown:
+        prefix, size = rate_prefix(1e12 * shown["tflops"].max())
+        shown["tflops"] *= 1e12 / size
+        names["tflops"] = prefix + names["tflops"]
+    return shown.round(digits).rename(columns=names)
 
 
 def format_table(table: pd.DataFrame) -> str:
@@ -83,10 +88,10 @@ def format_table(table: pd.DataFrame) -> str:
         table = speedup(table)
     axes = ["batch", "heads", "kv_heads", "kv_seqlen", "head_dim", "dtype", "causal", "direction"]
     varying = [axis for axis in axes if table[axis].nunique() > 1]
-    rows = []
+    rows, prefix = [], rate_prefix(1e12 * table["tflops"].max())
     for _, row in table.iterrows():
         start = {name: str(row[name]) for name in ("backend", "seqlen", *varying)}
-        rows.append(start | _cells(row))
+        rows.append(start | _cells(row, *prefix))
     shown = [name for name in rows[0] if any(row[name] != "-" for row in rows)] if rows else []
     fixed = ", ".join(f"{name} {table[name].iloc[0]}" for name in axes if name not in varying)
     device = table.attrs.get("provenance", {}).get("device", "")
@@ -95,7 +100,7 @@ def format_table(table: pd.DataFrame) -> str:
     )
 
 
-def _cells(row: pd.Series) -> dict[str, str]:
+def _cells(row: pd.Series, prefix: str, size: float) -> dict[str, str]:
     """The measured figures of a row by column; "-" where there is none."""
 
     def figure(name: str, form: Callable[[float], str]) -> str:
@@ -106,8 +111,8 @@ def _cells(row: pd.Series) -> dict[str, str]:
     return {
         "median ms": figure("median_ms", format_ms),
         "IQR": "-" if "-" in quartiles else "-".join(quartiles),
-        "TFLOP/s": figure("tflops", "{:.3g}".format),
-        "of ceiling": figure("of_ceiling", "{:.0%}".format),
+        f"{prefix}FLOP/s": figure("tflops", lambda x: three_digits(1e12 * x / size)),
+        "of ceiling": "-" if row.get("verdict") == "-" else figure("of_ceiling", "{:.0%}".format),
         "verdict": row.get("verdict") or "-",
         "extra memory": figure("peak_memory_bytes", format_bytes),
         "max error": figure("max_error", "{:.1e}".format),

@@ -10,6 +10,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
+_PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6))
 
 
 def format_bytes(count: float) -> str:
@@ -29,6 +30,22 @@ def format_ms(ms: float) -> str:
     if ms >= 10:
         return f"{ms:.1f}"
     return f"{ms:.2f}" if ms >= 1 else f"{ms:.3f}"
+
+
+def rate_prefix(rate: float) -> tuple[str, float]:
+    """The prefix of a unit that suits a rate per second, and its factor: ("G", 1e9) for 5e10."""
+    return next(((p, size) for p, size in _PREFIXES if rate >= size), ("k", 1e3))
+
+
+def format_rate(rate: float, unit: str) -> str:
+    """A rate per second with three digits and the prefix that suits it: '95.7 MFLOP/s'."""
+    prefix, size = rate_prefix(rate)
+    return f"{three_digits(rate / size)} {prefix}{unit}"
+
+
+def three_digits(number: float) -> str:
+    """`number` with three significant digits, and all before the point."""
+    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
 def parse_tokens(text: str) -> int:

@@ -2,6 +2,10 @@
 
 import json
 import logging
+import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -58,11 +62,44 @@ def test_it_prints_the_text_and_what_it_cost_and_writes_json(program, tmp_path):
 
 def test_verbose_says_the_attention_of_each_layer_and_twice_the_time_of_each_step(program):
     done = program(TEXTS[1], "--max-new-tokens", 3, "-v", "--attention", "standard")
-    assert "Using standard attention for layer 3 (standard)" in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("Using")]
+    assert lines == ["Using standard attention for layers 0-3 (standard)"]
     assert "ms, tokens" not in done.stderr
     done = program(TEXTS[1], "--max-new-tokens", 3, "-vv", "--attention", "flash")
-    for part in ("Using FlashAttention for layer 0 (sdpa_flash)", "prefill: ", "step 2: "):
+    for part in ("Using FlashAttention for layers 0-3 (sdpa_flash)", "prefill: ", "step 2: "):
         assert part in done.stderr
+
+
+def test_a_terminal_shows_a_bar_and_a_file_none(folder):
+    words = ["generate", TEXTS[1], "--model", folder, "--max-new-tokens=3", "--device=cpu"]
+    command = shlex.join([sys.executable, "-m", "labsupport.cli", *map(str, words)])
+    code = f"import pty; pty.spawn(['sh', '-c', 'stty rows 24 cols 80; ' + {command!r}])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "0/3 [" in shown.stdout
+    in_a_file = subprocess.run(shlex.split(command), capture_output=True, text=True)
+    assert "0/3 [" not in in_a_file.stderr
+
+
+def test_a_text_is_continued_unless_it_is_wrapped_or_asks_about_a_document(folder, tmp_path):
+    """With a chat template, whose words are counted."""
+    chatty = tmp_path / "chatty"
+    lively("llama").save_pretrained(chatty)
+    tokenizer = words(bos_token="w01", eos_token="w59", pad_token="w00")
+    tokenizer.chat_template = "w07 w08 {{ messages[0]['content'] }} w09"
+    tokenizer.save_pretrained(chatty)
+    (tmp_path / "document.txt").write_text("w05 w06")
+
+    def tokens(*more):
+        command = ["generate", "w03 w04", "--model", str(chatty), "--device=cpu", *map(str, more)]
+        done = CliRunner().invoke(app, [*command, "--max-new-tokens=1"])
+        assert done.exit_code == 0, done.exception
+        return int(re.search(r"prefill +(\d+) tokens", done.stdout)[1])
+
+    document = ["--document", tmp_path / "document.txt"]
+    plain = tokens()
+    assert [tokens("--chat"), tokens(*document), tokens(*document, "--no-chat")] == [
+        plain + 3, plain + 5, plain + 2,
+    ]  # fmt: skip
 
 
 def test_options_reach_the_generation(program, tmp_path, monkeypatch):
@@ -139,7 +176,7 @@ def test_compare_sets_the_chosen_attention_against_the_standard_one_and_writes_n
     compare = ["--max-new-tokens", tokens, "--compare", "-v", "--json", file]
     done = program(TEXTS[1], *compare, *options)
     lines = [line for line in done.stderr.splitlines() if line.startswith("Using")]
-    assert len(lines) == len(set(lines)) == 8  # four layers, two kinds
+    assert [line.split("for ")[1][:10] for line in lines] == ["layers 0-3"] * 2  # two kinds
     assert f"the same {tokens} tokens" in done.stdout
     assert "nan" not in done.stdout
     assert ("decode" in done.stdout) == (tokens > 1)

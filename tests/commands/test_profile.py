@@ -31,6 +31,8 @@ def test_a_shape_gives_a_folder_that_opens_with_its_summary(tmp_path):
     text = summary(out)
     assert text.startswith("# Profile of attention: standard, forward+backward, batch 1, 64 tokens")
     assert "State: complete." in text
+    machine = text.split("## The machine\n\n")[1].split("\n")[0]
+    assert re.search(r"of memory\. Measured here: copy [\d.]+ [MG]B/s; matmul float32 \d", machine)
     titles = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert titles == ["The machine", "Baseline and comparison", "How close to the ceiling",
                       "Where the time goes", "What is missing", "Files"]  # fmt: skip

@@ -143,6 +143,7 @@ def compare_attention(
     True
     """
     import pandas as pd
+    from tqdm.auto import tqdm
 
     if isinstance(backends, str) or len(set(backends)) != 2 or len(backends) != 2:
         raise ValueError(f"two different backends are needed, got {', '.join(backends)}")
@@ -161,13 +162,12 @@ def compare_attention(
         generate(model, tokenizer, prompt, max_new_tokens=few, cache="dynamic", chat=chat)
         logits[name] = prompt_logits(model, batch)
         extra[name] = measure_peak_memory(lambda: _prefill(model, batch), device=model.device)
-    with silent():
-        for _ in range(repeats):
-            for name in backends:
-                set_attention(model, name)
-                options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chat": chat}
-                done = generate(model, tokenizer, prompt, cache="dynamic", **options)
-                runs[name].append(done)
+    with silent():  # and a bar on a terminal alone
+        for name in tqdm(backends * repeats, unit="run", leave=False, disable=None):
+            set_attention(model, name)
+            options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chat": chat}
+            done = generate(model, tokenizer, prompt, cache="dynamic", **options)
+            runs[name].append(done)
 
     first, second = backends
     error = {name: max_error(logits[name], truth) for name in backends}
