@@ -25,9 +25,8 @@ COMMANDS = [command for path in texts.pages() for command in texts.commands(path
 # What a command holds that is not run here, by the reason.
 NOT_RUN = {
     "needs a GPU": (
-        "nvidia-smi", "nvcc", "benchmarks choose", "benchmarks decode", "benchmarks fp8",
-        "benchmarks gluon_steps", "benchmarks loop_orders", "benchmarks training",
-        "benchmarks tune",
+        "nvidia-smi", "nvcc", "benchmarks decode", "benchmarks fp8", "benchmarks gluon_steps",
+        "benchmarks loop_orders", "benchmarks training", "benchmarks tune",
     ),
     "needs other machines, or changes the system": (
         "sudo ", "srun ", "ip netns", "ssh ", "rsync ", "tmux ", "git clone",
@@ -192,7 +191,7 @@ class Reader:
 
 
 def listing(folder):
-    """What a folder holds, but not what is linked into it, with times and sizes."""
+    """Contents of a folder, without what is linked into it, with times and sizes."""
     return {
         (path, path.stat().st_mtime_ns, path.stat().st_size)
         for path in folder.rglob("*")
