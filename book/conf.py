@@ -27,6 +27,7 @@ extensions = [
     "book.crosslinks",
     "book.glossary",
     "book.figures",
+    "book.further",
 ]
 root_doc = "index"
 exclude_patterns = ["**.ipynb_checkpoints"]

@@ -1,4 +1,5 @@
-// Two helpers that every page uses: meanings of terms beside them, and boxes that scroll sideways.
+// Helpers that every page uses: meanings of terms, figures to enlarge, code that breaks after
+// punctuation, parts that a link unfolds, and boxes that scroll sideways.
 "use strict";
 
 // ---- A term shows its meaning while the pointer or the keyboard is on it; Escape hides it. -------
@@ -51,6 +52,57 @@ function showMeanings() {
   window.addEventListener("scroll", follow, { passive: true });
 }
 
+// ---- A figure opens enlarged; without this script its link would open the picture. ---------------
+function enlargeFigures() {
+  const dialog = document.createElement("dialog");
+  const close = document.createElement("button");
+  const large = document.createElement("img");
+  dialog.className = "enlarged";
+  close.textContent = "Close";
+  dialog.append(close, large);
+  dialog.addEventListener("click", () => dialog.close());
+  document.body.append(dialog);
+  for (const image of document.querySelectorAll("main img")) {
+    if (image.closest("a")) continue;
+    const link = document.createElement("a");
+    link.className = "enlarge";
+    link.href = image.src;
+    image.replaceWith(link);
+    link.append(image);
+    link.addEventListener("click", (event) => {
+      event.preventDefault();
+      large.src = image.src;
+      large.alt = image.alt;
+      dialog.showModal();
+    });
+  }
+}
+
+// ---- Code in a sentence may break after punctuation within it. -----------------------------------
+function breakCode() {
+  const texts = [];
+  for (const code of document.querySelectorAll("code")) {
+    if (code.closest("pre")) continue;
+    const walker = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) texts.push(walker.currentNode);
+  }
+  for (const text of texts) {
+    const parts = text.data.split(/(?<=[a-z0-9]_|\w[^\w\s]+)(?=[a-z"'])|(?<=[,/])(?=\d)/i);
+    text.replaceWith(
+      ...parts.flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])),
+    );
+  }
+}
+
+// ---- A link into a folded part unfolds it. -------------------------------------------------------
+function unfold() {
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const folded = target && target.closest("details:not([open])");
+  if (!folded) return;
+  folded.open = true;
+  target.scrollIntoView();
+}
+
 // ---- What scrolls sideways can be reached with the keyboard, and says what it is. ----------------
 const BOXES = [
   ['mjx-container[display="true"], mjx-container.wide', "Formula, scrolls sideways"],
@@ -94,8 +146,12 @@ function openBoxesSoon() {
 
 document.addEventListener("DOMContentLoaded", () => {
   showMeanings();
+  enlargeFigures();
+  breakCode();
+  unfold();
   openBoxesSoon();
 });
+window.addEventListener("hashchange", unfold);
 document.addEventListener("lab:formulas-ready", openBoxesSoon);
 window.addEventListener("resize", openBoxesSoon);
 // What was folded away has no width until it is unfolded.

@@ -13,7 +13,7 @@ KEPT, READ, WRITTEN, ADDED = d.BLUE, d.ORANGE, d.GREEN, d.RED
 
 @d.picture("loop-order.png", (10.2, 5.4), 1, 2)
 def loop_order(panels):
-    """Forward: a worker takes a row of tiles. Backward: a column."""
+    """Forward: a program takes a row of tiles. Backward: a column."""
     rows, cols, i, j = range(4), range(5), 1, 2
     forward, backward = panels
     room = {"xlim": (-1.55, 6.55), "ylim": (5.4, -2.1)}
@@ -40,12 +40,12 @@ def loop_order(panels):
         READ: "read at each step",
         WRITTEN: "written once, at the end",
         ADDED: "added to, in memory, at each step",
-        d.TILE: "tiles of this worker, never written",
-        d.PALE: "other workers, at the same time",
+        d.TILE: "tiles of this program, never written",
+        d.PALE: "other programs, at the same time",
     }
     d.keys(forward, labels, "lower center", 8.5, ncols=2, columnspacing=1.2)
     return (
-        "Forward, each worker finishes its output; backward, dQ is shared between workers",
+        "Forward, each program finishes its output; backward, dQ is shared between programs",
         "Loop order of FlashAttention-2 (Dao 2023, sections 3.1 and 3.2). "
         "Backward also reads L and D with Q and dO.",
     )
