@@ -69,3 +69,20 @@ def test_a_picture_has_a_description_for_readers_who_cannot_see_it():
     for path in PAGES:
         for alt in re.findall(r"!\[([^]]*)\]", prose(path.read_text(encoding="utf-8"))):
             assert len(alt.split()) >= 5, f"{name(path)}: {alt!r}"
+
+
+def words(text: str) -> int:
+    """Words that a reader reads: no code, no displayed formulas or figures; $x$ is one word."""
+    text = re.sub(r"^\$\$$.*?^\$\$$|!\[[^]]*\]\([^)]*\)", "", prose(text), flags=re.M | re.S)
+    text = re.sub(r"\]\([^)]*\)|<[^>]*>", "", re.sub(r"\$[^$]+\$", "x", text))
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def test_a_chapter_has_a_part_of_fifteen_minutes_and_further_parts_within_the_whole_length():
+    """At most 1,800 words that everybody reads; all pages of the theory at most 34,000."""
+    for path in CHAPTERS:
+        first, further, _ = re.split(r"^## Further$|\Z", path.read_text("utf-8"), flags=re.M)
+        assert words(first) <= 1800, f"{path.name}: {words(first)} words before `## Further`"
+        assert not re.search(r"^## ", prose(further), re.M), f"{path.name}: a heading after it"
+    pages = (PROJECT / "theory").glob("*.md")
+    assert sum(words(path.read_text("utf-8")) for path in pages) <= 34_000

@@ -1,4 +1,4 @@
-"""The table of symbols in theory/README.md: each chapter's letters stand in it, with one meaning."""
+"""The table of symbols of theory/README.md: the letters of each chapter, one meaning each."""
 
 import re
 from pathlib import Path
