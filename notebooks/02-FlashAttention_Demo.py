@@ -1184,8 +1184,8 @@ plotting.plot_memory(
 # Two buffers, `self.k` and `self.v`, `(batch, kv_heads, room, head_dim)`, hold a layer's keys and values. The first
 # `self.length` of the `room` tokens are filled. `append(k, v)` takes new tokens, `(batch, kv_heads, new, head_dim)`,
 # and returns all keys and values so far, `(batch, kv_heads, length, head_dim)`. If the room is too small, make two new
-# buffers and copy the old tokens: twice the room, or as much as the new tokens need, if that is more. Don't change the
-# function `replay`, through which the checks call your class.
+# buffers and copy the old tokens: twice the room, or as much as the new tokens need, if that is more. The
+# function `replay` shows what your class returns.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1239,15 +1239,15 @@ def replay(pieces):
 
 
 # %% nbgrader={"grade": true, "grade_id": "ex-2-6-cache-values", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_cache_values(replay)
+checks.check_cache_values(KVCache)
 ### BEGIN HIDDEN TESTS
-checks.check_cache_values(replay, seed=31)
+checks.check_cache_values(KVCache, seed=31)
 ### END HIDDEN TESTS
 
 # %% nbgrader={"grade": true, "grade_id": "ex-2-6-cache-growth", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_cache_growth(replay)
+checks.check_cache_growth(KVCache)
 ### BEGIN HIDDEN TESTS
-checks.check_cache_growth(replay, seed=32)
+checks.check_cache_growth(KVCache, seed=32)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1255,7 +1255,7 @@ checks.check_cache_growth(replay, seed=32)
 
 # %%
 models.set_attention(model, "flash")
-own = checks.solution_or_reference(KVCache, "dynamic", lambda _: checks.check_cache_values(replay))
+own = checks.solution_or_reference(KVCache, "dynamic", checks.check_cache_values)
 texts = [
     models.generate(model, tokenizer, prompts[0], max_new_tokens=16, cache=cache).text
     for cache in (own, "dynamic")

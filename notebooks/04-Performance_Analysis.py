@@ -911,9 +911,9 @@ def add(x, y, block=1024):
 
 
 # %% nbgrader={"grade": true, "grade_id": "ex-4-3-add-values", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_triton_add(add)
+checks.check_triton_add(add_kernel)
 ### BEGIN HIDDEN TESTS
-checks.check_triton_add(add, seed=33)
+checks.check_triton_add(add_kernel, seed=33)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -974,9 +974,9 @@ def row_softmax(x, block=1024):
 
 
 # %% nbgrader={"grade": true, "grade_id": "ex-4-3-softmax-values", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_triton_softmax(row_softmax)
+checks.check_triton_softmax(softmax_kernel)
 ### BEGIN HIDDEN TESTS
-checks.check_triton_softmax(row_softmax, seed=34)
+checks.check_triton_softmax(softmax_kernel, seed=34)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -1160,21 +1160,21 @@ def my_triton_flash(q, k, v, causal=False, block=64):
 
 
 # %% nbgrader={"grade": true, "grade_id": "ex-4-3-flash-values", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
-checks.check_triton_flash_values(my_triton_flash)
+checks.check_triton_flash_values(flash_kernel)
 ### BEGIN HIDDEN TESTS
-checks.check_triton_flash_values(my_triton_flash, seed=35)
+checks.check_triton_flash_values(flash_kernel, seed=35)
 ### END HIDDEN TESTS
 
 # %% nbgrader={"grade": true, "grade_id": "ex-4-3-flash-edges", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_triton_flash_edges(my_triton_flash)
+checks.check_triton_flash_edges(flash_kernel)
 ### BEGIN HIDDEN TESTS
-checks.check_triton_flash_edges(my_triton_flash, seed=36)
+checks.check_triton_flash_edges(flash_kernel, seed=36)
 ### END HIDDEN TESTS
 
 # %% nbgrader={"grade": true, "grade_id": "ex-4-3-flash-skips", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_triton_flash_skips(my_triton_flash)
+checks.check_triton_flash_skips(flash_kernel)
 ### BEGIN HIDDEN TESTS
-checks.check_triton_flash_skips(my_triton_flash, seed=37)
+checks.check_triton_flash_skips(flash_kernel, seed=37)
 ### END HIDDEN TESTS
 
 # %% [markdown]

@@ -27,10 +27,17 @@ from grader.grade.results import (
     read_results,
     write_result,
 )
-from grader.grade.sandbox import NotServing, Sandbox, confinement_missing, package_folder
-from grader.grade.submissions import Submission, pristine_notebooks
+from grader.grade.sandbox import (
+    NotServing,
+    Sandbox,
+    confinement_missing,
+    package_folder,
+    without_paths,
+)
+from grader.grade.submissions import Submission, printable, pristine_notebooks
 from grader.remote.evaluate import evaluate_check
 from grader.remote.session import Session
+from grader.remote.watch import TAKES
 from labsupport.course.files import write_new
 
 # Runs of a notebook: the first, and others without the cell or the call that ended one.
@@ -77,6 +84,8 @@ def not_run(
     one: Submission, settings: Settings, why: str, *flags: Flag, status: str = "graded"
 ) -> SubmissionResult:
     """Return the result of a submission that could not be run: no points, and the reason."""
+    if one.refused:
+        flags = (*flags, Flag("", "refused", f"{one.path}: {printable(why)}"))
     checks: tuple[CheckResult, ...] = ()
     if known := pristine_notebooks(settings.notebooks).get(one.notebook):
         checks = tuple(
@@ -105,7 +114,7 @@ class _Run:
 
     def record(self, check: CheckCell, status: str, message: str) -> None:
         self.results[check.grade_id] = CheckResult(
-            check.grade_id, check.exercise, check.points, status, message
+            check.grade_id, check.exercise, check.points, status, without_paths(message)
         )
 
     def once(self) -> None:
@@ -149,8 +158,13 @@ class _Run:
                 limit_s=self.settings.cell_timeout_s,
             )  # fmt: skip
             notes, session.notes = dict.fromkeys(session.notes), []
-            if notes and not check.may_use_fused:
-                text = f"While this was judged, its code {', '.join(list(notes)[:10])}."
+            said = "While this was judged, its code"
+            out = [note for note in notes if note.startswith(TAKES)]
+            if out:
+                text = f"{said} {out[0]}, where the check watches PyTorch's operators."
+                self.flags.append(Flag(check.grade_id, "outside PyTorch", text))
+            if (calls := [one for one in notes if one not in out]) and not check.may_use_fused:
+                text = f"{said} {', '.join(calls[:10])}."
                 self.flags.append(Flag(check.grade_id, "library call", text))
             if session.failure is not None:
                 self.late.add(check.exercise)
@@ -217,7 +231,13 @@ def run_batch(
                 f"{out / NAME} holds {len(known)} results; go on with --resume, or choose another "
                 "folder with --out"
             )
-        new = [one for one in submissions if _key(one) not in known]
+        # A late file that was graded may be refused now, or the other way round.
+        new = [
+            one
+            for one in submissions
+            if (old := known.get(_key(one))) is None
+            or (old.status == "refused") != bool(one.refused)
+        ]
         for done, result in enumerate(_graded(new, settings), len(submissions) - len(new) + 1):
             write_result(out, result)
             known[_key(result)] = result

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from grader.grade.results import Settings, SubmissionResult, read_results
-from grader.grade.submissions import printable
+from grader.grade.submissions import Late, printable
 from labsupport.interrupt import interrupted_status
 
 
@@ -22,6 +22,7 @@ def grade_command(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an earlier run.")] = False,
     due: Annotated[datetime | None, typer.Option(help="Later files are marked.")] = None,
+    late: Annotated[Late, typer.Option(help="Late files count, or are ignored.")] = Late.count,
     notebook: Annotated[str, typer.Option(help="Only this one, such as 01.")] = "",
     notebooks: Annotated[Path | None, typer.Option(help="The folder of solved ones.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Submissions at a time.")] = Settings.jobs,
@@ -53,7 +54,7 @@ def grade_command(
     limits = Settings(cell_timeout, timeout, int(memory * 2**30), jobs, notebooks, unconfined)
     if out.resolve().is_relative_to(submissions.resolve()):
         raise ValueError(f"{out} lies in the folder of submissions; choose another with --out")
-    found = find_submissions(submissions, notebooks=notebooks, due=due, only=notebook)
+    found = find_submissions(submissions, notebooks=notebooks, due=due, late=late, only=notebook)
     class_list = read_class(students) if students else NO_CLASS
     # So that one student's folder is not taken for a class unnoticed.
     names = sorted({one.student for one in found})

@@ -40,7 +40,7 @@ START_TIMEOUT_S, GRACE_S = 90.0, 5.0
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
 _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/alternatives")
 _SPACE = 40 * 2**20  # of the folder in memory; a matrix that is looked for doesn't fit
-_PACKAGE = "LABSUPPORT_GRADING_PACKAGE"
+_PACKAGE, _OURS = "LABSUPPORT_GRADING_PACKAGE", "labsupport-grade-"
 # The grader's own files that run in the student's process.
 _INSIDE = ("__init__", "programs", "refuse", "values", "watch", "worker")
 # Of an exercise's file in labsupport/checks: its solution and its mistakes, which quote it.
@@ -55,12 +55,17 @@ class NotServing(RuntimeError):
 def package_folder() -> Path:
     """Return the folder with the package that a sandbox imports: a copy without the solutions.
 
-    It is made once, for this process and the workers that it starts, and removed at the end.
+    It is made once, for this process and the workers that it starts, and removed at the end; or, if
+    that is killed, when the next grader begins.
     """
     if _PACKAGE not in os.environ:
-        made = tempfile.TemporaryDirectory(prefix="labsupport-grade-")
+        for left in Path(tempfile.gettempdir()).glob(f"{_OURS}*-*"):
+            if not Path("/proc", left.name.removeprefix(_OURS).split("-")[0]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+        made = tempfile.TemporaryDirectory(prefix=f"{_OURS}{os.getpid()}-")
         atexit.register(made.cleanup)
-        folder, own = Path(made.name).resolve(), Path(grader.__file__).parent
+        folder, own = Path(made.name).resolve() / "package", Path(grader.__file__).parent
+        folder.mkdir()
         ignored = shutil.ignore_patterns(".*", "__pycache__", "project")  # a wheel's notebooks
         package = Path(labsupport.__file__).parent
         shutil.copytree(package, folder / "labsupport", ignore=ignored)
@@ -74,9 +79,18 @@ def package_folder() -> Path:
             shutil.copy(own / path, folder / "grader" / path)
         # Compiled, so that no sandbox spends its time on that.
         compileall.compile_dir(folder, quiet=2, workers=1)
-        folder.chmod(0o755)
+        for one in (folder, folder.parent):
+            one.chmod(0o755)
         os.environ[_PACKAGE] = str(folder)
     return Path(os.environ[_PACKAGE])
+
+
+def without_paths(text: str) -> str:
+    """Return a text without the folders of this machine that a submission can name."""
+    folders = {str(Path.home()), str(package_folder().parent), sys.prefix, sys.base_prefix}
+    for folder in sorted(folders - {"/", "/usr"}, key=len, reverse=True):
+        text = text.replace(folder, "…")
+    return text
 
 
 def without_solutions(source: str) -> str:
@@ -161,12 +175,12 @@ class Sandbox(contextlib.ExitStack):
             "steps": [dataclasses.asdict(step) for step in steps],
         }
         limited, _ = self.enter_context(limits(self.settings.memory_bytes))
-        folder = tempfile.TemporaryDirectory(prefix="labsupport-run-", ignore_cleanup_errors=True)
+        package = package_folder()
+        folder = tempfile.TemporaryDirectory(dir=package.parent, ignore_cleanup_errors=True)
         ours, theirs = socket.socketpair()
         self.enter_context(folder)
         self.enter_context(ours)
         with theirs:
-            package = package_folder()
             wall = [] if wall_missing() else _wall(str(package))
             program = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())]
             self._process = subprocess.Popen(

@@ -12,11 +12,13 @@ import json
 import os
 import re
 import stat
+import unicodedata
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from labsupport.profiling.units import format_bytes
 
 MAX_BYTES = 20 * 2**20
 MAX_CELLS, MAX_SOURCE, MAX_SOURCES = 5_000, 200_000, 2_000_000
+_AGAIN = "Open it in JupyterLab, save it, and hand it in again"
 # Cannot be seen, but Persian and Indic names are spelt with them.
 JOINERS = "\u200c\u200d"
 
@@ -93,12 +96,13 @@ def parse(data: bytes) -> tuple[Cell, ...]:
         content = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         said = " ".join(str(error).split())[:120]
-        raise UnreadableError(f"it is not valid JSON: {said}") from error
+        raise UnreadableError(f"it is not valid JSON ({said}). {_AGAIN}") from error
     version = content.get("nbformat") if isinstance(content, dict) else None
     if version != 4:
-        raise UnreadableError(f"it says notebook format {str(version)[:20]}; the lab's is 4")
+        said = f"it says notebook format {str(version)[:20]}; the lab's is 4"
+        raise UnreadableError(f"{said}. {_AGAIN}")
     if not isinstance(cells := content.get("cells"), list) or len(cells) > MAX_CELLS:
-        raise UnreadableError(f"it has no list of cells, or more than {MAX_CELLS:,}")
+        raise UnreadableError(f"it has no list of cells, or more than {MAX_CELLS:,}. {_AGAIN}")
     kept = tuple(_cell(cell) for cell in cells if isinstance(cell, dict))
     if sum(len(cell.source) for cell in kept) > MAX_SOURCES:
         raise UnreadableError(f"its cells hold more than {MAX_SOURCES:,} characters")
@@ -138,7 +142,7 @@ _MOODLE = re.compile(r"(?P<student>.+?_\d+)_assignsubmission_[a-z]+(?:_|$)")
 # "lovelaceada_LATE_123_9001_01.ipynb": the name without signs, Canvas's numbers of the student and
 # of the file, the file's own name. "anon_x5Ab1_9001_01.ipynb" where grading is anonymous.
 _CANVAS = re.compile(
-    r"(?P<name>\w+?_)??(?P<late>LATE_)?(?P<id>anon_[0-9A-Za-z]+|(?<=_)\d+)_(?P<file>\d+)_."
+    r"(?P<name>[^/]+?_)??(?P<late>LATE_)?(?P<id>anon_[0-9A-Za-z]+|(?<=_)\d+)_(?P<file>\d+)_."
 )
 
 
@@ -150,6 +154,16 @@ class Origin:
     student: str
     file: int = 0
     late: bool = False
+
+    @property
+    def number(self) -> str:
+        """The number by which the system knows the student: 4711; "" where it hides that."""
+        return (re.search(r"_(\d+)$", self.student) or ["", ""])[1]
+
+
+def composed(text: str) -> str:
+    """Return a text with each accent in its letter; macOS writes them apart (NFD)."""
+    return unicodedata.normalize("NFC", text)
 
 
 def origin_of(path: str) -> Origin | None:
@@ -228,7 +242,9 @@ def _unzipped(file: File, opened: _Opened, inner_zips: int) -> Iterator[File]:
             if _is_zip(path) and inner_zips:
                 yield from _unzipped(inner, partial(_inner_zip, opened, member), inner_zips - 1)
             elif _is_zip(path):
-                yield replace(inner, read=partial(_fail, "it is a zip in a zip"))
+                yield replace(
+                    inner, read=partial(_fail, "it is a zip in a zip. Hand in the notebook")
+                )
             else:
                 yield inner
     except Exception as error:  # damaged zips raise many kinds
@@ -270,7 +286,7 @@ def _fail(reason: str) -> bytes:
     raise UnreadableError(reason)
 
 
-nothing = partial(_fail, "there is no notebook")
+nothing = partial(_fail, "there is no notebook. Hand in the file that ends in .ipynb")
 
 
 def _hidden(name: str) -> bool:
@@ -278,6 +294,13 @@ def _hidden(name: str) -> bool:
 
 
 MAX_FILES, MAX_NAME = 40, 200
+
+
+class Late(StrEnum):
+    """The ways to treat late files."""
+
+    count = "count"
+    ignore = "ignore"
 
 
 @dataclass(frozen=True)
@@ -299,7 +322,12 @@ class Submission:
 
 
 def find_submissions(
-    folder: Path, *, notebooks: Path | None = None, due: datetime | None = None, only: str = ""
+    folder: Path,
+    *,
+    notebooks: Path | None = None,
+    due: datetime | None = None,
+    late: Late = Late.count,
+    only: str = "",
 ) -> list[Submission]:
     """Find all that was handed in, by student and notebook.
 
@@ -311,6 +339,7 @@ def find_submissions(
         folder: of students' folders, or of notebooks; the zip of a course system; or one notebook.
         notebooks: the folder of the solved ones.
         due: later files get a flag "late". Zips of Moodle and Canvas don't tell, so theirs don't.
+        late: with "ignore", late files are refused, and an earlier one counts.
         only: the beginning of a notebook's name, such as "01"; also finds what was refused early.
 
     Raises:
@@ -320,14 +349,14 @@ def find_submissions(
     home = folder.resolve().name if folder.is_dir() else folder.resolve().parent.name
     students: dict[str, list[File]] = defaultdict(list)
     for file in files_in(folder):
-        owner = file.path.split("/")[0]
+        owner = composed(file.path.split("/")[0])
         if "/" in file.path or _may_be_one(file.path) or origin_of(owner):
             students[_student(owner, pristine, home)].append(file)
     found: list[Submission] = []
     for student, files in students.items():
         theirs = [one for one in files if _may_be_one(one.path)][:MAX_FILES]
         theirs = theirs or [replace(files[0], read=nothing)]
-        found += [_read(file, student, pristine, due) for file in theirs]
+        found += [_read(file, student, pristine, due, late) for file in theirs]
     if not found:
         raise ValueError(f"there is no notebook (*.ipynb) in {folder}")
     if only:
@@ -366,11 +395,11 @@ def _trick(student: str, path: str) -> str:
 
 
 def _read(
-    file: File, student: str, pristine: Mapping[str, Pristine], due: datetime | None
+    file: File, student: str, pristine: Mapping[str, Pristine], due: datetime | None, late: Late
 ) -> Submission:
     digest, cells, flags = "", (), []
     notebook = next((name for name in pristine if name in file.path), "")
-    path = printable("/".join(part[:MAX_NAME] for part in file.path.split("/")))
+    path = composed(printable("/".join(part[:MAX_NAME] for part in file.path.split("/"))))
     if not (refused := _trick(student, file.path)):
         try:
             data = file.read()
@@ -390,6 +419,8 @@ def _read(
         flags.append(Flag("", "late", "Canvas marked it as late."))
     elif due and file.modified and not origin and file.modified > due.astimezone():
         flags.append(Flag("", "late", f"The file is of {file.modified:%Y-%m-%d %H:%M}."))
+    if flags and late == Late.ignore:
+        refused = refused or "it came late"
     student, refused = printable(student), printable(refused)
     return Submission(student, notebook, path, digest, refused, cells, file.modified, tuple(flags))
 
@@ -403,12 +434,9 @@ def _newest(found: list[Submission]) -> Iterator[Submission]:
     groups: dict[tuple[str, str], list[Submission]] = defaultdict(list)
     for one in found:
         groups[one.student, one.notebook].append(one)
-    for (_, notebook), group in groups.items():
+    for group in groups.values():
         good = [one for one in group if not one.refused]
-        if not (good and notebook):
-            yield from group
-            continue
-        works = [one for one in good if not lies_beside(one.path)] or good
+        works = [one for one in good if not lies_beside(one.path)] or good or group
         # Canvas counts files up; its zips give all of them the time of the download.
         newest = max(
             works, key=lambda o: (getattr(origin_of(o.path), "file", 0), str(o.modified), o.path)
@@ -417,9 +445,11 @@ def _newest(found: list[Submission]) -> Iterator[Submission]:
         if older := [one.path for one in works if one is not newest]:
             names = ", ".join(older[:5])
             texts = [f"Several files for this notebook; the newest counts. Ignored: {names}."]
+            if not good:
+                texts = [f"{len(older)} other files were refused, too: {names}."]
         texts += [
             f"{one.path} was refused ({one.refused}); this file was graded instead."
-            for one in group
+            for one in (group if good else ())
             if one.refused and not lies_beside(one.path)
             if not (one.modified and newest.modified and one.modified < newest.modified)
         ]
@@ -438,7 +468,8 @@ def read_table(path: Path, *columns: str) -> list[dict[str, str]]:
     rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restval=""))
     if missing := [name for name in columns if rows and name not in rows[0]]:
         raise ValueError(f"{path} has no column {missing[0]!r}; its first line is {header.strip()}")
-    return [{str(k): v.strip() for k, v in row.items() if isinstance(v, str)} for row in rows]
+    kept = [{str(k): v for k, v in row.items() if isinstance(v, str)} for row in rows]
+    return [{key: composed(value.strip()) for key, value in row.items()} for row in kept]
 
 
 @dataclass(frozen=True)
@@ -448,21 +479,16 @@ class ClassList:
     system: str = ""
     rows: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def find(self, student: str) -> str | None:
-        """Return the name in the list of a student who handed in; None if there is none."""
+    def find(self, student: str, path: str) -> str | None:
+        """Return the name in the list of who handed in this file; None if there is none."""
         if not self.system:
             return student if student in self.rows else None
-        number = number_of(student)
-        return next((one for one in self.rows if number and number_of(one) == number), None)
+        origin = origin_of(path)
+        ending = f"_{origin.number}" if origin and origin.number else "\n"
+        return next((one for one in self.rows if one.endswith(ending)), None)
 
 
 NO_CLASS = ClassList()
-
-
-def number_of(student: str) -> str:
-    """Return the number by which Moodle or Canvas knows a student: 4711 of "Ada_4711"."""
-    found = re.search(r"_(\d+)$", student)
-    return found[1] if found else ""
 
 
 def read_class(path: Path) -> ClassList:
@@ -478,7 +504,7 @@ def read_class(path: Path) -> ClassList:
     if {"Student", "ID"} <= columns.keys():
         for row in rows:
             if row["ID"].isdigit():  # not the lines "Points Possible" and the like
-                name = re.sub(r"\W", "", row["Student"].lower())
+                name = re.sub(r"[\s,.'’-]", "", row["Student"].lower())
                 students[f"{name}_{row['ID']}"] = row
         return ClassList("Canvas", students)
     if "student" in columns:

@@ -24,7 +24,6 @@ from grader.remote.values import (
 )
 from labsupport.checks.errors import CheckFailed
 
-RUN_UPDATE = "labsupport.attention.kernels.template", "run_update"
 _NO_ANSWER = "the process sent something that is no answer"
 
 
@@ -63,12 +62,10 @@ class Session:
             case "missing":
                 return None
             case "function class":  # `apply` of a class like the student's runs over there
-                run = f"{name}.apply"
-                apply = staticmethod(lambda *args: self.compute("call", run, args, {}))
-                members = {"apply": apply, "remote_target": name, "__module__": __name__}
+                apply = RemoteFunction(self, f"{name}.apply")
+                members: dict[str, Any] = {"apply": apply, "remote_target": name}
+                members |= {"within": RemoteFunction(self, name).within, "__module__": __name__}
                 return type(name, (torch.autograd.Function,), members)
-            case "kernel" | "stub" as kind:
-                return RemoteKernel(self, name, kind == "stub")
         return RemoteFunction(self, name)
 
     def compute(self, do: str, target: Any, args: Any, kwargs: Any) -> Any:
@@ -172,7 +169,7 @@ class Session:
 
 
 class RemoteFunction:
-    """A student's function: called like it, computed in the sandbox."""
+    """A student's function, class or kernel: called like it, computed in the sandbox."""
 
     def __init__(self, session: Session, target: str) -> None:
         self.session, self.remote_target = session, target
@@ -183,24 +180,12 @@ class RemoteFunction:
         return self.session.compute("call", self.remote_target, args, kwargs)
 
     def within(self, function: Any, *args: Any) -> Any:
-        """Run a function of the lab's over there, on this one: for what it changes in place."""
+        """Run a function of the lab's over there, on this one."""
         target = function.__module__, function.__name__
         return self.session.compute("library", target, (self, *args), {})
 
     def __repr__(self) -> str:
         return f"<function {self.__name__}>"
-
-
-class RemoteKernel:
-    """A student's `@triton.jit` function, or a `stub` of one; it runs in the lab's kernel."""
-
-    def __init__(self, session: Session, target: str, stub: bool) -> None:
-        self.session, self.remote_target, self.stub = session, target, stub
-        self.__name__ = target
-
-    def run_update(self, *tensors: Tensor, **options: Any) -> Any:
-        """Run the lab's kernel with this function as its update."""
-        return self.session.compute("library", RUN_UPDATE, (self, *tensors), options)
 
 
 class _Graph:
@@ -258,7 +243,7 @@ def _exception(one: Any) -> Exception:
     # What would end a loop, or the grader itself, becomes an ordinary error.
     bases = (b for b in known if isinstance(b, type) and issubclass(b, Exception))
     base = next(bases, RuntimeError)
-    if issubclass(base, StopIteration | StopAsyncIteration | Warning):
+    if issubclass(base, StopIteration | StopAsyncIteration | Warning | BaseExceptionGroup):
         base = RuntimeError
     shown = "".join(c if c.isalnum() or c == "_" else "_" for c in first[:80]) or "Exception"
     members = {"__init__": lambda self: None, "__str__": lambda self: message[:300]}

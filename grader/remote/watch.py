@@ -7,11 +7,14 @@ watch runs in the student's process, so it is no wall: code that looks for it ca
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 import labsupport
 
@@ -27,8 +30,21 @@ ANSWERS = (
     *("precision/autofix", "precision/losses", "precision/policy", "profiling/tables"),
     *("profiling/grids", "training/chunked_loss", "training/planner"),
 )
-ONLY = {"precision.policy": "float16", "profiling.grids": "passes_of"}
-LIBRARIES = ("transformers/integrations", "transformers/models", "torch/nn/modules/activation")
+ONLY = {
+    "precision.policy": "float16",
+    "profiling.grids": "passes_of",
+    "torch.nn.functional": "multi_head_attention_forward",
+}
+LIBRARIES = (
+    *("transformers/integrations", "transformers/models"),
+    *("torch/nn/modules/activation", "torch/nn/functional"),
+)
+# By these numbers leave PyTorch, so that a check that watches its operators sees no more of them.
+LEAVES = {
+    *("numpy", "tolist", "item", "__array__", "__dlpack__", "__float__", "__int__", "__index__"),
+    *("data_ptr", "storage", "untyped_storage"),
+}
+MOST_NUMBERS = 32  # that may leave in one call: sizes, places, a maximum now and then
 
 _LAB = str(Path(labsupport.__file__).parent)
 _CALLED = "_called_by_a_student"
@@ -84,10 +100,10 @@ class Watch:
         """Note calls inside the `with` block: all, or those that a student's code makes."""
         for name in sys.modules.keys() - self.seen:
             self.seen.add(name)
-            module = sys.modules[name]
-            file = getattr(module, "__file__", None) or ""
-            if answer := answer_in(file):
-                self._replace(module, file, answer)
+            with suppress(Exception):  # a student's own module may raise at any name
+                module = sys.modules[name]
+                if answer := answer_in(file := module.__file__ or ""):
+                    self._replace(module, file, answer)
         self.on, self.student = True, student
         try:
             yield
@@ -134,6 +150,26 @@ class Watch:
             return
         if name and by_student(sys._getframe(1), whole=False):
             self.notes.add(f"reads {name}")
+
+
+class Leaving(TorchFunctionMode):
+    """A watch on numbers that a student's code takes out of PyTorch; they become a note."""
+
+    def __init__(self, notes: set[str]) -> None:
+        super().__init__()
+        self.notes, self.numbers, self.names = notes, 0, set[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in LEAVES and by_student(sys._getframe(1), whole=False):
+            self.numbers += args[0].numel() if isinstance(args[0], torch.Tensor) else 0
+            self.names.add(name.strip("_"))
+            if self.numbers > MOST_NUMBERS:
+                self.notes.add(f"{TAKES} {', '.join(sorted(self.names))}")
+        return func(*args, **(kwargs or {}))
+
+
+TAKES = "takes numbers out of PyTorch by"
 
 
 def _kernel(called: Any, name: str, *args: Any, **kwargs: Any) -> Any:

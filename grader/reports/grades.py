@@ -18,7 +18,6 @@ from grader.grade.submissions import (
     NO_CLASS,
     ClassList,
     Submission,
-    number_of,
     origin_of,
     read_table,
 )
@@ -101,8 +100,8 @@ def points_csv(course: Course) -> str:
 def exports_of(course: Course, pages: Mapping[str, str]) -> dict[str, bytes]:
     """Make files for the course system, by name; none where nothing came from one."""
     files = {one.student: one.path.split("/")[0] for one in course.results if origin_of(one.path)}
-    origins = filter(None, map(origin_of, files.values()))
-    system = course.class_list.system or next((origin.system for origin in origins), "")
+    systems = [origin.system for origin in map(origin_of, files.values()) if origin]
+    system = course.class_list.system or next(iter(systems), "")
     if system == "Moodle":
         grades = _moodle_grades(course)
         names = {one: f"{one}_assignsubmission_file_/feedback.html" for one in sorted(files)}
@@ -123,11 +122,11 @@ def exports_of(course: Course, pages: Mapping[str, str]) -> dict[str, bytes]:
 
 def _rows(course: Course) -> dict[str, tuple[dict[str, str], str]]:
     """Return the class list's row and the student's name in the results, for everybody."""
-    listed = {one: course.class_list.find(one) for one in course.students}
-    known = {name: one for one, name in listed.items()}
+    known = {name: one for one, name in course.listed.items()}
     rows = {name: (row, known.get(name, "")) for name, row in course.class_list.rows.items()}
-    unknown = [one for one, name in listed.items() if name is None and number_of(one)]
-    return rows | {one: ({}, one) for one in unknown}
+    origins = {one.student: origin_of(one.path) for one in course.results}
+    unknown = [one for one, name in course.listed.items() if name is None]
+    return rows | {one: ({}, one) for one in unknown if (o := origins[one]) and o.number}
 
 
 def _moodle_grades(course: Course) -> str:
@@ -136,8 +135,9 @@ def _moodle_grades(course: Course) -> str:
     columns = next((list(row) for row, _ in rows.values() if row), columns)
     lines = []
     for name, (row, student) in rows.items():
-        known = {"Identifier": f"Participant {number_of(name)}", "Last modified (grade)": "-"}
-        known |= {"Full name": name.rpartition("_")[0]}
+        full_name, _, number = name.rpartition("_")
+        known = {"Identifier": f"Participant {number}", "Last modified (grade)": "-"}
+        known |= {"Full name": full_name}
         filled = known | row | {"Grade": points(course.total(student))}
         lines.append([filled.get(column, "") for column in columns])
     return table(columns, lines, guard=False)
@@ -150,7 +150,7 @@ def _canvas_grades(course: Course) -> str:
     worth = [points(course.out_of(one)) for one in notebooks]
     lines = [["    Points Possible", *[""] * (len(columns) - 1), *worth, points(course.out_of())]]
     for name, (row, student) in rows.items():
-        filled = {"Student": name.rpartition("_")[0], "ID": number_of(name)} | row
+        filled = dict(zip(("Student", "_", "ID"), name.rpartition("_"), strict=True)) | row
         own = {result.notebook: result.earned for result in course.of_student(student)}
         reached = [points(own.get(one, 0)) for one in notebooks]
         total = points(course.total(student))

@@ -131,7 +131,7 @@ class Course:
         latest = {(r.student, r.notebook, "" if r.notebook else r.path): r for r in results}
         unknown = Flag("", "unknown student", "The class list does not hold this student.")
         for key, result in latest.items():
-            if class_list.rows and class_list.find(result.student) is None:
+            if class_list.rows and class_list.find(result.student, result.path) is None:
                 latest[key] = replace(result, flags=(unknown, *result.flags))
         ordered = sorted(latest.values(), key=lambda r: (*_by_name(r.student), r.notebook, r.path))
         asked = pristine_notebooks(notebooks)
@@ -147,10 +147,14 @@ class Course:
         return sorted({r.student for r in self.results}, key=_by_name)
 
     @property
+    def listed(self) -> dict[str, str | None]:
+        """The name in the class list, or None, of everybody who handed in."""
+        return {r.student: self.class_list.find(r.student, r.path) for r in self.results}
+
+    @property
     def missing(self) -> list[str]:
         """Identifiers of those in the class who handed in nothing, sorted."""
-        there = {self.class_list.find(student) for student in self.students}
-        return sorted(set(self.class_list.rows) - there, key=_by_name)
+        return sorted(set(self.class_list.rows) - set(self.listed.values()), key=_by_name)
 
     def out_of(self, name: str = "") -> float:
         """Return the points that a notebook is worth, or all without a bonus together."""
@@ -209,8 +213,6 @@ def earned(result: SubmissionResult, exercise: str) -> float:
 _TEMPLATES = Path(__file__).parent / "templates"
 # Terminals' colours, which tracebacks are full of.
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# The text of an exception is the student's own.
-_RAISED = re.compile(r"((?:raised|ended with|does not run\.)\s\w+: .{300}).+", re.DOTALL)
 LONGEST_MESSAGE = 3000
 
 
@@ -221,7 +223,7 @@ def plain(text: str) -> str:
 
 def message(text: str) -> str:
     """Cut a diagnosis where it no longer helps anybody."""
-    text = _RAISED.sub(r"\1 …", plain(text.strip()))
+    text = plain(text.strip())
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"
 
 
@@ -312,8 +314,8 @@ def _notebook(course: Course, result: SubmissionResult) -> dict[str, Any]:
 def student_page(course: Course, student: str) -> str:
     """Make the page of one student, as HTML.
 
-    It names no other student, and says nothing that is for instructors only. The next step is the
-    first exercise with a mistake, else the first without all points.
+    It names no other student, and says nothing that is for instructors only. The next step is where
+    most points are missing; of equal ones, an exercise with a mistake before one that is not begun.
     """
     notebooks = [_notebook(course, result) for result in course.of_student(student)]
     theirs = {notebook["result"].notebook for notebook in notebooks} - {""}
@@ -323,12 +325,16 @@ def student_page(course: Course, student: str) -> str:
         for exercise in notebook["exercises"]
         if exercise["earned"] < exercise["question"].total
     ]
-    wrong = [one for one in left if any(check["tone"] == "bad" for check in one["checks"])]
+
+    def worth(one: dict[str, Any]) -> tuple[float, bool]:
+        wrong = any(check["tone"] == "bad" for check in one["checks"])
+        return one["question"].total - one["earned"], wrong
+
     return _PAGES.get_template("student.html").render(
         course=course,
         student=student,
         notebooks=notebooks,
-        next=next(iter(wrong or left), None),
+        next=max(left, key=worth, default=None),
         earned=course.total(student),
         out_of=sum(course.out_of(name) for name in theirs - course.bonus),
         bonus=course.extra(student),
@@ -381,8 +387,9 @@ def _flags(course: Course, texts: Texts) -> dict[str, list[dict[str, Any]]]:
             row = {"student": result.student, "text": flag.text, "where": [], "cells": []}
             row = kinds.setdefault(flag.kind, {}).setdefault((result.student, flag.text), row)
             row["where"].append(flag.grade_id or result.notebook or result.path)
-            if len(row["cells"]) < _CELLS_SHOWN:
-                row["cells"] += cells_of(flag, result, texts)[:_CELLS_SHOWN]
+            cells = texts.get((result.path, result.digest), ()) if flag.grade_id else ()
+            row["cells"] += [one.source for one in cells if one.grade_id == flag.grade_id]
+            del row["cells"][_CELLS_SHOWN:]
     return {kind: list(kinds[kind].values()) for kind in sorted(kinds)}
 
 
@@ -394,22 +401,13 @@ def texts_of(submissions: Iterable[Submission]) -> Texts:
     }
 
 
-def cells_of(flag: Flag, result: SubmissionResult, texts: Texts) -> list[str]:
-    """Return the cells that a flag speaks of: an exercise's, or those with the names in it."""
-    cells = texts.get((result.path, result.digest), ())
-    if flag.grade_id:
-        return [cell.source for cell in cells if cell.grade_id == flag.grade_id]
-    if not flag.text.startswith("Names "):
-        return []
-    names = re.findall(r"[\w.]*\w", flag.text.removeprefix("Names "))
-    words = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names))
-    return [cell.source for cell in cells if not cell.grade_id and words.search(cell.source)]
-
-
 def equal_solutions(
     results: Iterable[SubmissionResult], texts: Texts
-) -> list[tuple[str, list[str], str]]:
-    """Return exercise, students and text of solutions that several handed in, the longest first."""
+) -> list[tuple[list[str], list[tuple[str, str]]]]:
+    """Return groups of students with the solutions that they share, each its exercise and text.
+
+    The longest solution of a group stands first, and the group with the longest ones.
+    """
     same: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for result in results:
         written = {c.exercise for c in result.checks if c.status not in ("not written", "missing")}
@@ -418,12 +416,12 @@ def equal_solutions(
             if tree is not None and sum(1 for _ in ast.walk(tree)) >= _SMALLEST:
                 with contextlib.suppress(RecursionError):  # thousands of elif, say
                     same[cell.grade_id, ast.dump(tree)].setdefault(result.student, cell.source)
-    found = [
-        (exercise, list(sources), next(iter(sources.values())))
-        for (exercise, _), sources in same.items()
-        if len(sources) > 1
-    ]
-    return sorted(found, key=lambda one: (-len(one[2]), one))
+    groups: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
+    for (exercise, _), sources in same.items():
+        if len(sources) > 1:
+            groups[tuple(sources)].append((exercise, next(iter(sources.values()))))
+    found = [(list(who), sorted(cells, key=lambda c: -len(c[1]))) for who, cells in groups.items()]
+    return sorted(found, key=lambda one: -sum(len(source) for _, source in one[1]))
 
 
 def overview_page(course: Course, pages: Mapping[str, str], texts: Texts) -> str:
@@ -441,7 +439,7 @@ def overview_page(course: Course, pages: Mapping[str, str], texts: Texts) -> str
         pages=pages,
         notebooks=[_class_notebook(course, name) for name in course.questions],
         students=everybody,
-        refused=[result for result in course.results if result.status == "refused"],
+        refused=sum(result.status == "refused" for result in course.results),
         flagged=sum(bool(student["flags"]) for student in everybody),
         flags=_flags(course, texts),
         equal=equal_solutions(course.results, texts),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labsupport.checks.errors import CheckFailed, kind, short
+from labsupport.checks.errors import CheckFailed, short
 from labsupport.checks.row_watch import RowWatch, by_hand
 from labsupport.checks.verdict import (
     Student,
@@ -23,53 +22,62 @@ from labsupport.checks.verdict import (
     results,
     tensor,
     unpack,
+    within,
 )
 
 PAGE = 16
 Pieces = list[tuple[Tensor, Tensor]]
-History = list[tuple[Tensor, Tensor, int]]
+History = list[tuple[Tensor, Tensor, int, bool, bool]]
 
 
 ### BEGIN SOLUTION
-def replay(pieces: Pieces) -> History:
-    """Return all keys and values after each piece, and the room in the buffers."""
-    buffers, length, history = [k[:, :, :0] for k in pieces[0]], 0, []
-    for k, v in pieces:
-        end = length + k.shape[2]
-        if end > buffers[0].shape[2]:
-            room = max(end, 2 * buffers[0].shape[2])
-            larger = [x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in (k, v)]
-            for new, old in zip(larger, buffers, strict=True):
-                new[:, :, :length] = old[:, :, :length]
-            buffers = larger
-        buffers[0][:, :, length:end] = k
-        buffers[1][:, :, length:end] = v
-        length = end
-        history.append((*(x[:, :, :length].clone() for x in buffers), len(buffers[0][0, 0])))
-    return history
+class KVCache:
+    """Keys and values of one layer, in buffers that grow."""
+
+    def __init__(self) -> None:
+        self.k: Any = None
+        self.v: Any = None
+        self.length = 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new tokens; return all keys and all values so far."""
+        if self.k is None:
+            self.k, self.v = k[:, :, :0], v[:, :, :0]
+        end, room = self.length + k.shape[2], self.k.shape[2]
+        if end > room:
+            larger = [x.new_zeros(*x.shape[:2], max(end, 2 * room), x.shape[3]) for x in (k, v)]
+            for new, old in zip(larger, (self.k, self.v), strict=True):
+                new[:, :, :room] = old
+            self.k, self.v = larger
+        self.k[:, :, self.length : end] = k
+        self.v[:, :, self.length : end] = v
+        self.length = end
+        return self.k[:, :, : self.length], self.v[:, :, : self.length]
 
 
-REPLAY_MISTAKES = mistakes("""
+CACHE_MISTAKES = mistakes(r"""
 When the buffers grow, the old tokens are lost: copy the filled part into the new buffers.
-    new[:, :, :length] = old[:, :, :length] -> pass
+    new[:, :, :room] = old -> pass
 The whole buffers come back, empty slots included: return the first `length` tokens only.
-    x[:, :, :length].clone() -> x.clone()
+    return self.k[:, :, : self.length], self.v[:, :, : self.length] -> return self.k, self.v
 Each piece overwrites the first tokens: write it after those that are there.
-    length:end] = -> : end - length] =
+    self.length : end] = -> : end - self.length] =
 `length` grows by 1 for each piece: a prefill brings many tokens together.
-    length = end -> length += 1
+    self.length = end -> self.length += 1
 `length` does not grow: every piece is taken for the first one.
-    length = end\\n -> length = k.shape[2]\\n
+    self.length = end -> self.length = k.shape[2]
 Keys and values are swapped.
-    for k, v in -> for v, k in
+    return self.k[:, :, : self.length], self.v -> return self.v[:, :, : self.length], self.k
 The keys are stored as values, too.
-    = v -> = k
+    end] = v -> end] = k
 Keys and values share one buffer, so that the values overwrite the keys: make two.
-    buffers = larger -> buffers = larger[:1] * 2
+    self.k, self.v = larger -> self.k = self.v = larger[0]
 New tokens stand before the old ones: append them at the end.
-    x[:, :, :length].clone() -> x[:, :, :length].roll(k.shape[2], 2)
+    return self.k[:, :, : self.length], -> return self.k[:, :, : self.length].roll(k.shape[2], 2),
+    self.v[:, :, : self.length]\n -> self.v[:, :, : self.length].roll(k.shape[2], 2)\n
 Only the newest piece comes back: return all tokens so far.
-    x[:, :, :length].clone() -> x[:, :, length - k.shape[2] : length].clone()
+    : self.length], self.v[:, :, : self.length] -> -n:], self.v[:, :, end - n : end]
+    return self.k[:, :, -n:] -> n = k.shape[2]\n        return self.k[:, :, end - n : end]
 """)
 
 
@@ -160,11 +168,32 @@ The scale comes back inverted: k is about codes * scale.
 ### END SOLUTION
 
 
-def check_cache_values(student: Student, seed: int = 0) -> None:
+def replayed(cache: Any, pieces: Pieces) -> History:
+    """Feed pieces to a new cache.
+
+    Returns:
+        after each piece: all keys and all values; the buffers' room; are they others than before;
+        and do they hold what came back.
+    """
+    one, history, kept = cache(), [], [torch.empty(0)]
+    for k, v in pieces:
+        given = one.append(k, v)
+        buffers = [
+            x if isinstance(x, Tensor) and x.ndim == 4 else k[:, :, :0] for x in (one.k, one.v)
+        ]
+        room = min(x.shape[2] for x in buffers)
+        new = buffers[0].untyped_storage().data_ptr() != kept[-1].untyped_storage().data_ptr()
+        kept.append(buffers[0])  # or its memory could be the next one's
+        held = all(equal(x[:, :, : y.shape[2]], y) for x, y in zip(buffers, given, strict=True))
+        history.append((*(x.clone() for x in given), room, new, held))
+    return history
+
+
+def check_cache_values(student: Any, seed: int = 0) -> None:
     """Exercise 2-6, step 1: after each piece, all keys and values so far, in order.
 
     Args:
-        student: a function as `replay`, which feeds pieces to the student's cache.
+        student: a class as `KVCache`.
         seed: draws other inputs.
     """
     _history(student, _pieces((5, 1, 1, 3, 1), seed), "a prefill of 5 tokens, then 1, 1, 3 and 1")
@@ -173,14 +202,16 @@ def check_cache_values(student: Student, seed: int = 0) -> None:
     passed("after each piece the cache holds all tokens so far, in order", seed)
 
 
-def check_cache_growth(student: Student, seed: int = 0) -> None:
+def check_cache_growth(student: Any, seed: int = 0) -> None:
     """Exercise 2-6, step 1: the buffers double, so that 100 tokens copy little."""
     history = _history(student, _pieces((3,) + (1,) * 97, seed), "3 tokens, then 97 one by one")
-    rooms = [room for _, _, room in history]
+    rooms = [room for _, _, room, _, _ in history]
     lengths = list(range(3, 101))
     if any(room < length for room, length in zip(rooms, lengths, strict=True)):
-        raise CheckFailed("the buffer `k` is too small for its tokens.")
-    if (grown := sum(a != b for a, b in pairwise(rooms))) > 8:
+        raise CheckFailed("the buffers `k` and `v` are too small for their tokens.")
+    if not all(held for *_, held in history):
+        raise CheckFailed("the buffers `k` and `v` do not hold the tokens that `append` returns.")
+    if (grown := sum(new for _, _, _, new, _ in history[1:])) > 8:
         raise CheckFailed(
             f"The buffers were replaced {grown} times for 97 tokens. Each time copies all earlier "
             "tokens, N²/2 in all. Double a buffer when it is full: 7 times are enough."
@@ -249,20 +280,17 @@ def check_quantise_keys(student: Student, seed: int = 0) -> None:
     passed("int8 codes with one scale a head: off by half a step at most", seed)
 
 
-def _history(student: Student, pieces: Pieces, what: str) -> History:
-    given = call(student, pieces)
-    right = replay(pieces)
-    known = results(replay, REPLAY_MISTAKES, lambda f: f(pieces))
-    if not isinstance(given, list | tuple) or len(given) != len(right):
-        raise CheckFailed(f"replay must return one entry for each piece, not {kind(given)}.")
+def _history(student: Any, pieces: Pieces, what: str) -> History:
+    given = call(within(replayed, student), pieces)
+    right = replayed(KVCache, pieces)
     if not all(_same(a, b) for a, b in zip(given, right, strict=True)):
-        for say, wrong in known:
+        for say, wrong in results(KVCache, CACHE_MISTAKES, lambda f: replayed(f, pieces)):
             if all(_same(a, b) for a, b in zip(given, wrong, strict=True)):
                 raise CheckFailed(f"({what}) {say}")
     for i, (ours, theirs) in enumerate(zip(right, given, strict=True)):
         for name, a, b in zip(("keys", "values"), ours[:2], theirs[:2], strict=True):
             judge(f"({what}) after piece {i}, {name}", b, a, allowed=0.0)
-    return [(k, v, int(room)) for k, v, room in given]
+    return given
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -24,6 +24,7 @@ from labsupport.checks.verdict import (
     results,
     tensor,
     values,
+    within,
 )
 
 if TYPE_CHECKING:
@@ -368,12 +369,12 @@ def check_master_step(student: Student, seed: int = 0) -> None:
 
 
 def _stepped(step: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `stepped` with this step; a function in another process runs it there."""
-    within = getattr(step, "within", None)
+    """Return `stepped` with this step."""
+    train = within(stepped, step)
 
-    @wraps(step)
+    @wraps(train)
     def run(start: Tensors, steps: Sequence[Tensors]) -> tuple[Tensor, Tensor]:
-        masters, weights = within(stepped, start, steps) if within else stepped(step, start, steps)
+        masters, weights = train(start, steps)
         if weights.dtype != start[0].dtype:
             raise CheckFailed(
                 f"the model's weights are {weights.dtype} after a step. Write the numbers into "

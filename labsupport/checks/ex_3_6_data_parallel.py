@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from labsupport.checks.verdict import (
     passed,
     results,
     values,
+    within,
 )
 from labsupport.distributed.by_hand import Comm, gradients_on_rank, layer_on_rank, rehearse
 
@@ -185,31 +187,31 @@ dx is averaged over the ranks, too. It belongs to this rank's inputs, and to no 
 # --- rehearsals -----------------------------------------------------------------------------------
 
 
-def rehearsed_hooks(attach: Any) -> Student:
-    """Return what a check of `average_each` calls, for another function in its place."""
-    return lambda weights, inputs: rehearse(
-        lambda comm: gradients_on_rank(attach, comm, weights, inputs), len(inputs)
-    )
+def rehearsed_hooks(attach: Any, weights: Sequence[Tensor], inputs: Tensor, *buckets: Any) -> Any:
+    """Return each rank's gradients and log, with `average_each`, or `average_in_buckets`."""
+
+    def attached(parameters: Sequence[Tensor], comm: Comm, is_last: Callable[[], bool]) -> Any:
+        return attach(parameters, *buckets, _without_log(comm), is_last)
+
+    return rehearse(lambda comm: gradients_on_rank(attached, comm, weights, inputs), len(inputs))
 
 
-def rehearsed_buckets(attach: Any) -> Student:
-    """Return what a check of `average_in_buckets` calls, for another function in its place."""
-    return lambda weights, inputs, buckets: rehearse(
-        lambda comm: gradients_on_rank(
-            lambda parameters, comm, is_last: attach(parameters, buckets, comm, is_last),
-            comm,
-            weights,
-            inputs,
-        ),
-        len(inputs),
-    )
+def rehearsed_layer(layer: Any, weight: Tensor, inputs: Tensor, douts: Tensor) -> Any:
+    """Return each rank's results, gradients, memory and log, with `ShardedLinear`."""
+
+    def apply(x: Tensor, shard: Tensor, comm: Comm) -> Tensor:
+        return layer.apply(x, shard, _without_log(comm))
+
+    ours = SimpleNamespace(apply=apply)
+    return rehearse(lambda comm: layer_on_rank(ours, comm, weight, inputs, douts), len(inputs))
 
 
-def rehearsed_layer(layer: Any) -> Student:
-    """Return what a check of `ShardedLinear` calls, for another class in its place."""
-    return lambda weight, inputs, douts: rehearse(
-        lambda comm: layer_on_rank(layer, comm, weight, inputs, douts), len(inputs)
-    )
+def _without_log(comm: Comm) -> Comm:
+    """Return the rank's communication, whose log and list of gathered tensors are not the lab's."""
+    shown = Comm(comm.rank, comm.world)
+    for name in ("send_on", "all_reduce", "all_gather", "reduce_scatter"):
+        setattr(shown, name, getattr(comm, name))
+    return shown
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def check_average_each(student: Student, seed: int = 0) -> None:
     """Exercise 3-6, step 1: gradients averaged by hooks, once a step."""
     for world, micro in ((2, 2), (3, 1)):
         arguments = _network(world, micro, seed)
-        ranks = _averages(student, rehearsed_hooks, average_each, HOOK_MISTAKES, arguments)
+        ranks = _averages(student, average_each, HOOK_MISTAKES, arguments)
         started = [name for name, _ in ranks[0][1]].count("all_reduce")
         if started != len(arguments[0]):
             raise CheckFailed(
@@ -258,7 +260,7 @@ def check_average_in_buckets(student: Student, seed: int = 0) -> None:
     """Exercise 3-6, step 3: gradients averaged in buckets, and only once with accumulation."""
     for world, micro, buckets in ((2, 2, [[3, 2], [1, 0]]), (3, 1, [[3], [2, 1], [0]])):
         arguments = (*_network(world, micro, seed), buckets)
-        _averages(student, rehearsed_buckets, average_in_buckets, OVERLAP_MISTAKES, arguments)
+        _averages(student, average_in_buckets, OVERLAP_MISTAKES, arguments)
     passed("the gradients of all ranks are averaged in buckets, once a step", seed)
 
 
@@ -266,7 +268,9 @@ def check_overlap(student: Student, seed: int = 0) -> None:
     """Exercise 3-6, step 3: each bucket starts as soon as it is full; nothing waits before."""
     weights, inputs = _network(2, 2, seed)
     buckets = [[3], [2, 1], [0]]
-    for rank, (_, log) in enumerate(_ranks(student, weights, inputs, buckets)):
+    for rank, (_, log) in enumerate(
+        _ranks(within(rehearsed_hooks, student), weights, inputs, buckets)
+    ):
         names = [name for name, _ in log]
         if (n := names.count("all_reduce")) != len(buckets):
             raise CheckFailed(
@@ -303,12 +307,10 @@ def check_sharded_layer(student: Student, seed: int = 0) -> None:
     """Exercise 3-6, step 4: a layer of which each rank holds a part, forward and backward."""
     for world in (2, 3):
         arguments = _layer(world, seed)
-        given = _ranks(student, *arguments, names=("y", "dx", "dshard", "alive", "log"))
-        right = _tensors(rehearsed_layer(ShardedLinear)(*arguments))
+        given = _layers(student, *arguments)
+        right = _tensors(rehearsed_layer(ShardedLinear, *arguments))
         known = results(
-            ShardedLinear,
-            SHARD_MISTAKES,
-            lambda f, a=arguments: _tensors(rehearsed_layer(f)(*a)),
+            ShardedLinear, SHARD_MISTAKES, lambda f, a=arguments: _tensors(rehearsed_layer(f, *a))
         )
         ours = _tensors(given)
         if not _near(ours, right) and (say := explain(ours, known, _near)):
@@ -326,7 +328,7 @@ def check_sharded_memory(student: Student, seed: int = 0) -> None:
     size = arguments[0].nbytes
     expected = [("all_gather", size // world), ("all_gather", size // world)]
     expected.append(("reduce_scatter", size))
-    for *_, alive, log in _ranks(student, *arguments, names=("y", "dx", "dshard", "alive", "log")):
+    for *_, alive, log in _layers(student, *arguments):
         if alive[0]:
             raise CheckFailed(
                 "After the forward pass the whole weight is still there: save the shard for the "
@@ -343,12 +345,10 @@ def check_sharded_memory(student: Student, seed: int = 0) -> None:
     passed("no whole weight stays; two gathers and a reduce-scatter", seed)
 
 
-def _averages(
-    student: Student, rehearsed: Any, solution: Any, table: Any, arguments: tuple[Any, ...]
-) -> list[Any]:
-    given = _ranks(student, *arguments)
-    right = _gradients(rehearsed(solution)(*arguments))
-    known = results(solution, table, lambda f: _gradients(rehearsed(f)(*arguments)))
+def _averages(student: Any, solution: Any, table: Any, arguments: tuple[Any, ...]) -> list[Any]:
+    given = _ranks(within(rehearsed_hooks, student), *arguments)
+    right = _gradients(rehearsed_hooks(solution, *arguments))
+    known = results(solution, table, lambda f: _gradients(rehearsed_hooks(f, *arguments)))
     world, micro = arguments[1].shape[:2]
     where = f"({world} ranks, {micro} micro-batch{'es' if micro > 1 else ''}) "
     ours = _gradients(given)
@@ -368,6 +368,11 @@ def _ranks(
     student: Student, *arguments: Any, names: Sequence[str] = ("gradients", "log")
 ) -> list[Any]:
     return [values(rank, names) for rank in call(student, *arguments)]
+
+
+def _layers(student: Any, *arguments: Any) -> list[Any]:
+    names = ("y", "dx", "dshard", "alive", "log")
+    return _ranks(within(rehearsed_layer, student), *arguments, names=names)
 
 
 def _gradients(ranks: Sequence[Any]) -> list[list[Tensor]]:

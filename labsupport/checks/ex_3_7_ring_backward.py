@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from labsupport.checks.verdict import (
     passed,
     results,
     unpack,
+    within,
 )
 from labsupport.distributed.by_hand import Comm, rehearse
 
@@ -99,28 +100,40 @@ The gradients are in another order: return dq, dk, dv.
 ### END SOLUTION
 
 
-def rehearsed_ring(backward: Any) -> Student:
-    """Return what the check calls, for another function in the place of `ring_backward`."""
-    return lambda dout, q, k, v, out, lse: rehearse(
-        lambda comm: backward(*(x[comm.rank] for x in (dout, q, k, v, out, lse)), comm), len(q)
-    )
+def rehearsed_ring(backward: Any, *shards: Tensor) -> list[tuple[Tensor, ...]]:
+    """Run a backward pass as rehearsed ranks.
+
+    Args:
+        backward: the function, as `ring_backward`.
+        shards: dout, q, k, v, out (world, heads, tokens, head_dim), lse (world, heads, tokens).
+
+    Returns:
+        each rank's dq, dk and dv.
+    """
+    return rehearse(lambda comm: backward(*(x[comm.rank] for x in shards), comm), len(shards[0]))
 
 
-def check_ring_backward(student: Student, seed: int = 0, *, worlds: Sequence[int] = (3, 4)) -> None:
+def check_ring_backward(
+    student: Student,
+    seed: int = 0,
+    *,
+    worlds: Sequence[int] = (3, 4),
+    run: Callable[..., Any] = rehearsed_ring,
+) -> None:
     """Exercise 3-7: each rank's dq, dk and dv, for three ranks and for four.
 
     Args:
-        student: takes dout, q, k, v, out (world, heads, tokens, head_dim) and lse (world, heads,
-            tokens), and returns each rank's (dq, dk, dv).
+        student: one rank's backward pass.
         seed: draws other inputs.
         worlds: numbers of ranks.
+        run: runs it on all ranks, as `rehearsed_ring` does.
     """
     for world in worlds:
         arguments = _inputs(world, seed)
-        given = [unpack(rank, NAMES) for rank in call(student, *arguments)]
-        right = _lists(rehearsed_ring(ring_backward)(*arguments))
+        given = [unpack(rank, NAMES) for rank in call(within(run, student), *arguments)]
+        right = _lists(rehearsed_ring(ring_backward, *arguments))
         known = results(
-            ring_backward, MISTAKES, lambda f, a=arguments: _lists(rehearsed_ring(f)(*a))
+            ring_backward, MISTAKES, lambda f, a=arguments: _lists(rehearsed_ring(f, *a))
         )
         if not _near(given, right) and (say := explain(given, known, _near)):
             raise CheckFailed(f"({world} ranks) {say}")

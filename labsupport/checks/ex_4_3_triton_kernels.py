@@ -1,14 +1,15 @@
 """Exercise 4-3: Triton kernels: add, a softmax of rows, FlashAttention's update, and all of it.
 
-The student's launchers take and return tensors, so their checks know nothing of Triton. References
-are written in PyTorch, tile by tile, so that a mistake of a kernel is an edit here, too.
-
-The student's `update(m, l, acc, scores, v) -> (m, l, acc)` of step 3 is put into a small kernel
-(`attention_with_update`), interpreted where there is no GPU and compiled where there is one.
+The checks launch the student's kernels by launchers of their own (`launch_add` and so on), which
+are like the notebook's. The student's `update(m, l, acc, scores, v) -> (m, l, acc)` of step 3 is
+put into a small kernel (`attention_with_update`). Kernels are interpreted where there is no GPU,
+and compiled where there is one. References are written in PyTorch, tile by tile, so that a
+mistake of a kernel is an edit here, too.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import math
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from labsupport.attention.kernels import mode
 from labsupport.checks.errors import CheckFailed, short
+from labsupport.checks.guard import check_guard, guarded_zeros
 from labsupport.checks.row_watch import RowWatch, by_hand
 from labsupport.checks.verdict import (
     Student,
@@ -36,6 +38,7 @@ from labsupport.checks.verdict import (
     passed,
     results,
     unpack,
+    within,
 )
 
 BLOCK, HEAD_DIM, LOG2_E = 16, 16, math.log2(math.e)
@@ -229,16 +232,112 @@ A row that sees no key gives NaN: divide by 1 where l is 0.
 ### END SOLUTION
 
 
-def check_triton_add(student: Student, seed: int = 0) -> None:
+# --- launchers ------------------------------------------------------------------------------------
+
+
+def launch_add(kernel: Any, x: Tensor, y: Tensor, block: int) -> Tensor:
+    """Return x + y of two vectors, by `add_kernel`."""
+    out = guarded_zeros(len(x), like=x)
+    kernel[(-(-len(x) // block),)](x, y, out, len(x), BLOCK=block)
+    check_guard(out)
+    return out
+
+
+def launch_softmax(kernel: Any, x: Tensor, block: int) -> Tensor:
+    """Return the softmax of each row, by `softmax_kernel`."""
+    out = guarded_zeros(*x.shape, like=x)
+    kernel[(len(x),)](x, out, x.stride(0), out.stride(0), x.shape[1], BLOCK=block)
+    check_guard(out)
+    return out
+
+
+def launch_flash(
+    kernel: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, block: int
+) -> tuple[Tensor, Tensor]:
+    """Return FlashAttention's out and lse, by `flash_kernel`."""
+    heads, n_q, d = q.shape
+    out, lse = guarded_zeros(*q.shape, like=q), guarded_zeros(heads, n_q, like=q.float())
+    kernel[(-(-n_q // block), heads)](
+        q, k, v, out, lse, math.log2(math.e) / math.sqrt(d), n_q, k.shape[1],
+        *(stride for x in (q, k, v, out) for stride in x.stride()[:2]),
+        D=d, BLOCK_Q=block, BLOCK_K=block, CAUSAL=causal,
+    )  # fmt: skip
+    check_guard(out, lse)
+    return out, lse
+
+
+def launched(kernel: Any, launch: str, *arguments: Any) -> Any:
+    """Launch a kernel on this machine's device; tensors go in and out on the CPU.
+
+    Args:
+        kernel: the student's `@triton.jit` function.
+        launch: the name of a launcher, above or `run_update`.
+        arguments: of the launcher, after the kernel.
+
+    Returns:
+        its result, or a text that says why the kernel cannot run.
+    """
+    if (reason := mode.missing()) is not None:
+        return f"kernels cannot run here: {reason}"
+    if reason := _no_kernel(kernel):
+        return reason
+
+    def to(device: str, value: Any) -> Any:
+        return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, value)
+
+    from labsupport.attention.kernels.template import run_update
+
+    launchers = {"update": run_update, "add": launch_add, "softmax": launch_softmax}
+    function: Any = (launchers | {"flash": launch_flash})[launch]
+    *tensors, options = arguments if launch == "update" else (*arguments, {})
+    device = "cpu" if mode.interpreted() else "cuda"
+    with warnings.catch_warnings():  # the interpreter computes with NumPy, which warns of inf
+        warnings.simplefilter("ignore")
+        return to("cpu", function(kernel, *to(device, tensors), **options))
+
+
+def _no_kernel(kernel: Any) -> str:
+    """Say why something is no kernel function; "" if it is one.
+
+    A kernel may name its parameters, Triton's functions, other kernels and numbers: Triton's
+    interpreter would run any Python, a compiler refuses the rest.
+    """
+    from labsupport.attention.kernels.template import with_update_kernel
+
+    function, name = getattr(kernel, "fn", None), getattr(kernel, "__name__", "your function")
+    if type(kernel) is not type(with_update_kernel) or not inspect.isfunction(function):
+        return f"{name} is no kernel function: put @triton.jit on the line above it."
+    if "raise NotImplementedError" in inspect.getsource(function):
+        return f"{name} is not written yet: replace `raise NotImplementedError`."
+    loads = [i for i in dis.get_instructions(function) if i.opname in ("LOAD_GLOBAL", "LOAD_ATTR")]
+    for used, is_global in {(i.argval, i.opname == "LOAD_GLOBAL") for i in loads}:
+        value = function.__globals__.get(used) if is_global else None
+        module = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+        if type(value) is type(kernel):
+            if value is not kernel and (reason := _no_kernel(value)):
+                return reason
+        elif (
+            used in ("handle", "data")
+            or used.startswith("__")
+            or (
+                (callable(value) or inspect.ismodule(value))
+                and not str(module).startswith("triton")
+            )
+        ):
+            return f"{name} uses `{used}`, which is not Triton's: a GPU's compiler refuses it."
+    return ""
+
+
+def check_triton_add(student: Any, seed: int = 0) -> None:
     """Exercise 4-3, step 1: x + y of lengths that blocks divide or not."""
     for n in (64, 50, 3):
         arguments = (*draw(2, n, seed=seed), BLOCK)
         options: Any = {"where": f"(n {n}, block {BLOCK}) ", "allowed": 1e-6}
-        judge_call(_launched(student), add, ADD_MISTAKES, arguments, ("out",), **options)
+        judge_call(_launched(student, "add"), add, ADD_MISTAKES, arguments, ("out",), **options)
     passed("every element once, the last block included", seed)
 
 
-def check_triton_softmax(student: Student, seed: int = 0) -> None:
+def check_triton_softmax(student: Any, seed: int = 0) -> None:
     """Exercise 4-3, step 2: rows longer than a block, rows that no block divides, large scores."""
     for rows, columns, first, last in (
         (3, 64, 0, 3),
@@ -250,7 +349,7 @@ def check_triton_softmax(student: Student, seed: int = 0) -> None:
         x = wide[:, :columns]
         x += torch.linspace(first, last, columns)
         options: Any = {"where": f"({rows} rows of {columns}, block {BLOCK}) ", "allowed": 1e-5}
-        kernel = _launched(student)
+        kernel = _launched(student, "softmax")
         judge_call(kernel, row_softmax, SOFTMAX_MISTAKES, (x, BLOCK), ("out",), **options)
     passed("rows of any length, in blocks", seed)
 
@@ -377,27 +476,14 @@ def _run(
         CheckFailed: it is no kernel function, not written yet, or does not run.
     """
     name = getattr(student, "__name__", "your update")
-    # A kernel function in another process has its own `run_update` and `stub`.
-    run, stub = getattr(student, "run_update", None), getattr(student, "stub", False)
-    if run is None:
-        if (reason := mode.missing()) is not None:
-            raise CheckFailed(f"kernels cannot run here: {reason}")
-        from labsupport.attention.kernels.template import run_update
-
-        function = getattr(student, "fn", None)
-        if function is None:
-            raise CheckFailed(
-                f"{name} is no kernel function: put @triton.jit on the line above it."
-            )
-        run = functools.partial(run_update, student)
-        stub = "raise NotImplementedError" in inspect.getsource(function)
-    if stub:
-        raise CheckFailed(f"{name} is not written yet: replace `raise NotImplementedError`.")
-    options = {"causal": causal, "softmax_scale": softmax_scale}
+    options = {"causal": causal, "softmax_scale": softmax_scale, "block_q": BLOCK, "block_k": BLOCK}
     try:
-        return tuple(run(*inputs, block_q=BLOCK, block_k=BLOCK, **options))
+        given = within(launched, student)("update", *inputs, options)
     except Exception as error:
         raise CheckFailed(_explained(name, error, inputs[2].dtype)) from error
+    if isinstance(given, str):
+        raise CheckFailed(given)
+    return tuple(given)
 
 
 def _explained(name: str, error: BaseException, dtype: torch.dtype) -> str:
@@ -471,7 +557,7 @@ def _two_levels(drop: float, value: float) -> tuple[Inputs, float]:
 # --- step 4 --------------------------------------------------------------------------------------
 
 
-def check_triton_flash_values(student: Student, seed: int = 0) -> None:
+def check_triton_flash_values(student: Any, seed: int = 0) -> None:
     """Exercise 4-3, step 4: out and lse where blocks divide the lengths; strided tensors."""
     _flash(student, _strided(2, 16, 32, seed), causal=False)
     _flash(student, _strided(2, 32, 48, seed), causal=True)
@@ -479,14 +565,14 @@ def check_triton_flash_values(student: Student, seed: int = 0) -> None:
     passed("out and lse agree with the oracle, whatever the strides", seed)
 
 
-def check_triton_flash_edges(student: Student, seed: int = 0) -> None:
+def check_triton_flash_edges(student: Any, seed: int = 0) -> None:
     """Exercise 4-3, step 4: lengths that no block divides, rows that see no key."""
     for n_q, n_k, causal in ((20, 19, False), (5, 43, True), (37, 21, True)):
         _flash(student, _strided(1, n_q, n_k, seed), causal)
     passed("blocks at the edges, and rows without a key: out 0, lse -inf", seed)
 
 
-def check_triton_flash_skips(student: Student, seed: int = 0) -> None:
+def check_triton_flash_skips(student: Any, seed: int = 0) -> None:
     """Exercise 4-3, step 4: with a causal mask, tiles that nobody sees are not touched.
 
     The last keys and values are NaN: a masked weight of 0 times NaN would show.
@@ -494,7 +580,7 @@ def check_triton_flash_skips(student: Student, seed: int = 0) -> None:
     q, k, v = _strided(2, 4 * BLOCK, 4 * BLOCK, seed)
     near = 2 * BLOCK
     k[:, near:], v[:, near:] = torch.nan, torch.nan
-    out, lse = unpack(call(_launched(student), q, k, v, True, BLOCK), NAMES)
+    out, lse = unpack(call(_launched(student, "flash"), q, k, v, True, BLOCK), NAMES)
     if out[:, :near].isnan().any() or lse[:, :near].isnan().any():
         raise CheckFailed(
             "With NaN in the keys of later tiles, queries that must not see them get NaN: these "
@@ -506,10 +592,10 @@ def check_triton_flash_skips(student: Student, seed: int = 0) -> None:
     passed("tiles in the future are skipped", seed)
 
 
-def _flash(student: Student, inputs: Any, causal: bool, allowed: float | None = None) -> None:
+def _flash(student: Any, inputs: Any, causal: bool, allowed: float | None = None) -> None:
     q, k, _ = inputs
     where = f"(seqlen_q {q.shape[1]}, seqlen_k {k.shape[1]}, causal {causal}, {short(q.dtype)}) "
-    given = unpack(call(_launched(student), *inputs, causal, BLOCK), NAMES)
+    given = unpack(call(_launched(student, "flash"), *inputs, causal, BLOCK), NAMES)
     exact: Any = (*(x.double() for x in inputs), causal, BLOCK)
     right = flash(*exact)
     for i, name in enumerate(NAMES):
@@ -521,39 +607,33 @@ def _allowed() -> float:
     return 1e-4 if mode.interpreted() else 1e-2  # tl.dot rounds float32 to TF32 on a GPU
 
 
-def _launched(student: Student) -> Student:
-    """Return the student's launcher for tensors on the CPU, which a GPU's kernels cannot read."""
-    if (reason := mode.missing()) is not None:
-        raise CheckFailed(f"kernels cannot run here: {reason}")
-    local = hasattr(student, "__code__")  # and not another process's function
-    device = "cpu" if mode.interpreted() or not local else "cuda"
+def _launched(student: Any, launch: str) -> Student:
+    """Return what launches the student's kernel, and refuses PyTorch's operators in its place."""
+    run = within(launched, student)
 
-    def to(device: str, value: Any) -> Any:
-        return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, value)
-
-    @functools.wraps(student)
-    def run(*arguments: Any) -> Any:
-        with warnings.catch_warnings():  # the interpreter computes with NumPy, which warns of inf
-            warnings.simplefilter("ignore")
-            try:
-                with RowWatch() as seen:
-                    given = by_hand(student)(*to(device, arguments))
-            except CheckFailed:
-                raise
-            except Exception as error:
-                causes: list[BaseException] = [error]
-                while (cause := causes[-1].__cause__) is not None:
-                    causes.append(cause)
-                if any("NotImplementedError" in repr(one) for one in causes):
-                    raise NotImplementedError from None  # the kernel is a stub
-                raise
+    @functools.wraps(run)
+    def called(*arguments: Any) -> Any:
+        try:
+            with RowWatch() as seen:
+                given = by_hand(run)(launch, *arguments)
+        except CheckFailed:
+            raise
+        except Exception as error:
+            causes: list[BaseException] = [error]
+            while (cause := causes[-1].__cause__) is not None:
+                causes.append(cause)
+            if any("NotImplementedError" in repr(one) for one in causes):
+                raise NotImplementedError from None  # the kernel calls a stub
+            raise
+        if isinstance(given, str):
+            raise CheckFailed(given)
         if seen.longest:
             raise CheckFailed(
                 f"PyTorch's {seen.operator} did the work: only the kernel may compute."
             )
-        return to("cpu", given)
+        return given
 
-    return run
+    return called
 
 
 def _strided(heads: int, n_q: int, n_k: int, seed: int) -> list[Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from functools import wraps
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from labsupport.checks.verdict import (
     results,
     tensor,
     unpack,
+    within,
 )
 
 NAMES = ("r", "l", "o", "rescaled")
@@ -241,7 +241,7 @@ def check_exp2_bits(student: Student, seed: int = 0) -> None:
             allowed=1e-5,
             mistakes=((say, wrong / size) for say, wrong in known),
         )
-        if bool(call(_watched(student), x, coefficients)[0]):
+        if bool(call(within(calls_power, student), x, coefficients)[0]):
             raise CheckFailed("an exponential or a power is called: make 2^n by the bits alone.")
     passed("2^x from a polynomial and the exponent's bits, hidden keys included", seed)
 
@@ -255,17 +255,6 @@ class _Powers(TorchDispatchMode):
         name = func.overloadpacket.__name__.strip("_")
         self.seen |= name in ("exp", "exp2", "expm1", "pow", "float_power", "ldexp")
         return func(*args, **(kwargs or {}))
-
-
-def _watched(function: Any) -> Student:
-    """Return `calls_power` with this function; one in another process is watched there."""
-    within = getattr(function, "within", None)
-
-    @wraps(function)
-    def run(*arguments: Any) -> tuple[Tensor]:
-        return within(calls_power, *arguments) if within else calls_power(function, *arguments)
-
-    return run
 
 
 def calls_power(function: Any, x: Tensor, coefficients: Sequence[float]) -> tuple[Tensor]:

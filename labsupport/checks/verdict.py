@@ -100,9 +100,8 @@ def mutant(solution: Callable[..., Any], edit: tuple[str, ...]) -> Callable[...,
 
 @cache
 def _source(solution: Any) -> str:
-    """Return a function's or autograd function's text."""
-    code = getattr(solution, "forward", solution).__code__
-    text = "".join(linecache.getlines(code.co_filename))
+    """Return the text of a function, or of a class."""
+    text = "".join(linecache.getlines(inspect.getsourcefile(solution) or ""))
     (node,) = (n for n in ast.parse(text).body if getattr(n, "name", "") == solution.__name__)
     return f"{ast.get_source_segment(text, node)}\n"
 
@@ -191,6 +190,21 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
                 "a new one."
             )
     return result
+
+
+def within(harness: Callable[..., Any], student: Any) -> Student:
+    """Return what calls `harness(student, ...)` where the student's code is.
+
+    In the grader that is another process, which finds the harness, a function of a module's, by its
+    name: what students say about their own work is not asked for.
+    """
+    there = getattr(student, "within", None)
+
+    def run(*arguments: Any) -> Any:
+        return there(harness, *arguments) if there else harness(student, *arguments)
+
+    run.__name__ = getattr(student, "__name__", "your function")
+    return run
 
 
 def _raised(

@@ -58,7 +58,7 @@ environment_card()
 # mean over all ranks. `p.register_post_accumulate_grad_hook(function)` makes PyTorch call `function(p)` when `p.grad`
 # is complete, once per backward pass. With several micro-batches before an update, PyTorch adds up their gradients in
 # `p.grad`. `is_last()` is true in the backward pass of the last micro-batch: send the gradient only then. (DDP's
-# `no_sync` does the same.) The checks call your function through `rehearse_each`; don't change `rehearse_each`.
+# `no_sync` does the same.)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -104,9 +104,9 @@ def rehearse_each(weights, inputs):
 
 
 # %% nbgrader={"grade": true, "grade_id": "ex-3-6-hooks-values", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_average_each(rehearse_each)
+checks.check_average_each(average_each)
 ### BEGIN HIDDEN TESTS
-checks.check_average_each(rehearse_each, seed=61)
+checks.check_average_each(average_each, seed=61)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -242,15 +242,15 @@ def rehearse_buckets(weights, inputs, buckets):
 
 
 # %% nbgrader={"grade": true, "grade_id": "ex-3-6-overlap-values", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_average_in_buckets(rehearse_buckets)
+checks.check_average_in_buckets(average_in_buckets)
 ### BEGIN HIDDEN TESTS
-checks.check_average_in_buckets(rehearse_buckets, seed=63)
+checks.check_average_in_buckets(average_in_buckets, seed=63)
 ### END HIDDEN TESTS
 
 # %% nbgrader={"grade": true, "grade_id": "ex-3-6-overlap-order", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_overlap(rehearse_buckets)
+checks.check_overlap(average_in_buckets)
 ### BEGIN HIDDEN TESTS
-checks.check_overlap(rehearse_buckets, seed=64)
+checks.check_overlap(average_in_buckets, seed=64)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -327,15 +327,15 @@ def rehearse_layer(weight, inputs, douts):
 
 
 # %% nbgrader={"grade": true, "grade_id": "ex-3-6-shard-values", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_sharded_layer(rehearse_layer)
+checks.check_sharded_layer(ShardedLinear)
 ### BEGIN HIDDEN TESTS
-checks.check_sharded_layer(rehearse_layer, seed=65)
+checks.check_sharded_layer(ShardedLinear, seed=65)
 ### END HIDDEN TESTS
 
 # %% nbgrader={"grade": true, "grade_id": "ex-3-6-shard-memory", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_sharded_memory(rehearse_layer)
+checks.check_sharded_memory(ShardedLinear)
 ### BEGIN HIDDEN TESTS
-checks.check_sharded_memory(rehearse_layer, seed=66)
+checks.check_sharded_memory(ShardedLinear, seed=66)
 ### END HIDDEN TESTS
 
 # %% [markdown]
@@ -353,7 +353,7 @@ predicted_buckets = None  # your guess, a number
 own_hooks = checks.solution_or_reference(
     average_each,
     checks.ex_3_6_data_parallel.average_each,
-    lambda _: checks.check_average_each(rehearse_each),
+    checks.check_average_each,
 )
 own_cut = checks.solution_or_reference(
     make_buckets, checks.ex_3_6_data_parallel.make_buckets, checks.check_buckets
@@ -361,12 +361,12 @@ own_cut = checks.solution_or_reference(
 own_buckets = checks.solution_or_reference(
     average_in_buckets,
     checks.ex_3_6_data_parallel.average_in_buckets,
-    lambda _: checks.check_average_in_buckets(rehearse_buckets),
+    checks.check_average_in_buckets,
 )
 own_layer = checks.solution_or_reference(
     ShardedLinear,
     checks.ex_3_6_data_parallel.ShardedLinear,
-    lambda _: checks.check_sharded_layer(rehearse_layer),
+    checks.check_sharded_layer,
 )
 
 

@@ -157,7 +157,7 @@ MASKS = solution_source("ex-2-7-masks")
         (checks.check_clock, function(REPAIRED, "after_repair", '"d", repaired', '"d"'), "order"),
         (
             checks.check_ring_backward,
-            function(RING, "rehearse_ring", "scale = q", "raise NotImplementedError; scale = q"),
+            function(RING, "ring_backward", "scale = q", "raise NotImplementedError; scale = q"),
             "ring_backward is not written yet",
         ),
         (checks.check_nan_cause, lambda: (3, "E"), "the first with a NaN"),

@@ -208,14 +208,6 @@ one reduce_scatter of the whole gradient
 """)
 
 
-def overlap(attach):
-    checks.check_overlap(ex_3_6_data_parallel.rehearsed_buckets(attach))
-
-
-def sharded_memory(layer):
-    checks.check_sharded_memory(ex_3_6_data_parallel.rehearsed_layer(layer))
-
-
 def on_positions(apply):
     checks.check_rope_positions(ex_3_1_rotary.rotary_angles, apply)
 
@@ -235,8 +227,8 @@ def on_positions(apply):
     (checks.check_merge_all, ex_3_4_merge.merge_all, LOOPS),
     (checks.check_zigzag_chunks, ex_3_5_zigzag.zigzag_chunks, CHUNKS),
     (checks.check_zigzag_positions, ex_3_5_zigzag.zigzag_positions, POSITIONS),
-    (overlap, ex_3_6_data_parallel.average_in_buckets, OVERLAPS),
-    (sharded_memory, ex_3_6_data_parallel.ShardedLinear, SHARDS),
+    (checks.check_overlap, ex_3_6_data_parallel.average_in_buckets, OVERLAPS),
+    (checks.check_sharded_memory, ex_3_6_data_parallel.ShardedLinear, SHARDS),
     (checks.check_cost_flops, ex_4_1_cost.attention_cost, COSTS),
     (checks.check_roof, ex_4_1_cost.roof, ROOFS),
     (checks.check_textbook_traffic, ex_4_2_traffic.textbook_traffic, TRAFFIC),
@@ -445,7 +437,6 @@ def decoded(q, k, v, num_splits):
         (called, (*FORWARD, checks.check_forward_memory)),
         (differentiated, (*BACKWARD, checks.check_backward_memory)),
         (decoded, (checks.check_split_decode,)),
-        (called, (checks.check_triton_flash_values, checks.check_triton_flash_skips)),
     ],
 )
 def test_a_ready_kernel_is_not_the_loop_that_was_asked_for(student, which):

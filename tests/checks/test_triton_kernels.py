@@ -73,10 +73,10 @@ def kernels(tmp_path):
 
 def test_the_notebooks_kernels_pass_with_another_seed(kernels, capfd):
     cells = kernels()
-    checks.check_triton_add(cells.add, seed=5)
-    checks.check_triton_softmax(cells.row_softmax, seed=5)
+    checks.check_triton_add(cells.add_kernel, seed=5)
+    checks.check_triton_softmax(cells.softmax_kernel, seed=5)
     for check in FLASH:
-        check(cells.my_triton_flash, seed=5)
+        check(cells.flash_kernel, seed=5)
     printed, warned = capfd.readouterr()
     assert printed.count("(other inputs)") == 5
     assert warned == ""
@@ -88,8 +88,7 @@ def test_the_notebooks_kernels_pass_with_another_seed(kernels, capfd):
     (FLASH[:2], lab.flash, lab.FLASH_MISTAKES),
 )
 def test_each_mistake_gets_its_own_diagnosis(check, student, said, monkeypatch):
-    monkeypatch.setattr(lab.RowWatch, "OTHERS", ())  # the tables' edits are of PyTorch's code
-    monkeypatch.setattr(lab.RowWatch, "MAXIMA", ())
+    monkeypatch.setattr(lab, "_launched", lambda student, _: student)  # edits of PyTorch's code
     assert said in diagnosis(check, student)
 
 
@@ -108,19 +107,37 @@ def test_each_mistake_gets_its_own_diagnosis(check, student, said, monkeypatch):
     ],
 )
 def test_mistakes_in_the_kernel_itself_are_named(said, edit, kernels):
-    assert said in diagnosis(FLASH, kernels(*edit).my_triton_flash)
+    assert said in diagnosis(FLASH, kernels(*edit).flash_kernel)
 
 
 def test_a_store_without_a_mask_is_noticed(kernels):
     for step, check, edit in (
-        ("add", checks.check_triton_add, ("x + y, mask=inside)", "x + y)")),
-        ("row_softmax", checks.check_triton_softmax, ("/ l, mask=start + c < n)", "/ l)")),
+        ("add_kernel", checks.check_triton_add, ("x + y, mask=inside)", "x + y)")),
+        ("softmax_kernel", checks.check_triton_softmax, ("/ l, mask=start + c < n)", "/ l)")),
     ):
         assert "wrote beyond the end" in diagnosis(check, getattr(kernels(*edit), step))
 
 
-def test_pytorch_cannot_do_the_kernels_work():
-    assert "PyTorch's bmm did the work" in diagnosis(FLASH, lab.flash)
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("", "is no kernel function"),
+        ("torch.softmax(X, 1)", "uses `torch`"),
+        ("np.exp(X.handle)", "uses `np`"),
+        ("tl.store(OUT, X.handle.data)", "uses `handle`"),
+        ("helper(X)", "uses `helper`"),
+        ("hidden(X)", "uses `np`"),
+        ("raise NotImplementedError", "not written yet"),
+    ],
+)
+def test_nothing_but_triton_can_do_the_kernels_work(body, said, kernels):
+    source = (
+        "import numpy as np\ndef helper(x): return np.exp(x)\n"
+        "@triton.jit\ndef hidden(x): return np.exp(x)\n"
+        f"{'@triton.jit' if body else ''}\ndef softmax_kernel(X, OUT, sx, so, n, BLOCK):\n    "
+    )
+    student = kernels(source=source + (body or "pass")).softmax_kernel
+    assert said in diagnosis(checks.check_triton_softmax, student)
 
 
 # --- step 3: the update ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 from grader.grade.plan import MAY_USE_FUSED, names_of
 from grader.remote.evaluate import evaluate_check, seeded
+from grader.remote.watch import TAKES
 from labsupport.checks.verdict import mistakes
 from tests.grader.remote.kernels import IMPORTS, all_stubs, cells, students
 
@@ -78,6 +79,78 @@ def test_other_right_ways_pass_and_a_missing_name_is_said():
         session = next(sessions)
         session.fused = True
         assert evaluate_check(check, needed(check), session, seed=1).status == "passed"
+
+
+# What a student's own harness could claim, by check cell: the lab's does not ask it.
+FORGED = {
+    "ex-2-6-cache-growth": """
+class KVCache:
+    def __init__(self): self.k = self.v = None
+    def append(self, k, v):
+        self.a = torch.cat([self.a, k], 2) if self.k is not None else k
+        self.b = torch.cat([self.b, v], 2) if self.k is not None else v
+        self.k = self.v = torch.empty(1, 1, 128, 1)
+        return self.a, self.b
+def replay(pieces): return checks.ex_2_6_cache.replayed(KVCache, pieces)
+""",
+    "ex-3-6-overlap-order": """
+def average_in_buckets(parameters, buckets, comm, is_last):
+    def finish():
+        for p in parameters:
+            comm.all_reduce(p.grad)()
+            p.grad /= comm.world
+        comm.log[:] = [("all_reduce", 4), ("gradient", 0), ("wait", 4)]
+    return finish
+def rehearse_buckets(*args): return [([], [("gradient", 3), ("all_reduce", 24)])] * 2
+""",
+    "ex-3-6-shard-memory": """
+class ShardedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shard, comm):
+        ctx.weight, ctx.x, ctx.comm = comm.all_gather(shard), x, comm
+        comm.gathered.clear()
+        return x @ ctx.weight.mT
+    @staticmethod
+    def backward(ctx, dy):
+        return dy @ ctx.weight, ctx.comm.reduce_scatter(dy.mT @ ctx.x) / ctx.comm.world, None
+""",
+    "ex-3-7-ring-backward-values": """
+def ring_backward(dout, q, k, v, out, lse, comm): return q * 0, k * 0, v * 0
+def rehearse_ring(*shards): return checks.ex_3_7_ring_backward.rehearsed_ring(None, *shards)
+""",
+    "ex-4-3-softmax-values": """
+def row_softmax(x, block=1024): return x.softmax(1)
+class softmax_kernel:
+    fn = row_softmax
+    def __class_getitem__(cls, grid):
+        return lambda x, out, *args, **options: out.copy_(x.softmax(1))
+""",
+}
+
+
+@pytest.mark.slow
+def test_no_harness_of_a_students_own_is_believed():
+    given = {name: cell for n in (2, 3, 4) for name, cell in cells(f"ex-{n}").items()}
+    with students(*(IMPORTS + source for source in FORGED.values())) as sessions:
+        for name, session in zip(FORGED, sessions, strict=True):
+            source, _ = given[name]
+            assert evaluate_check(source, needed(source), session, seed=3).status == "failed", name
+
+
+@pytest.mark.slow
+def test_numbers_that_leave_pytorch_are_noted_where_operators_are_watched():
+    way = """
+def running_max_and_sum(scores, block_size):
+    x = {}
+    m = x.max(-1)
+    return torch.tensor(m), torch.tensor(np.exp(x - m[..., None]).sum(-1))
+"""
+    source = "checks.check_running_streams(running_max_and_sum)"
+    ways = ["scores.numpy()", "np.asarray(scores)", "np.array(scores.tolist())", "scores.numpy()"]
+    with students(*(IMPORTS + way.format(one) for one in ways)) as sessions:
+        for session in sessions:
+            evaluate_check(source, ("running_max_and_sum",), session, seed=3)
+            assert any(note.startswith(TAKES) for note in session.notes)
 
 
 def test_each_seed_is_drawn_anew_and_calls_without_one_stay():

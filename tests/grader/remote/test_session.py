@@ -32,6 +32,11 @@ def large(n): return torch.zeros(n, n).sum()
 def attends(x): return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 def fails(): raise FileNotFoundError("no such thing")
 class Own(ValueError): pass
+def fails_in_a_group(): raise ExceptionGroup("many", [ValueError("one"), KeyError("two")])
+class Rude:
+    def __getattr__(self, name): raise KeyError(name)
+    def __call__(self, x): return x + 1
+rude = Rude()
 def fails_in_its_own_way():
     try: 1 / 0
     except ZeroDivisionError as error: raise Own("mine") from error
@@ -117,6 +122,14 @@ def test_exceptions_have_their_names_and_are_what_they_derive_from(session):
         session.remote("fails_in_its_own_way")()
     assert type(caught.value).__name__ == "Own"
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(RuntimeError, match="many") as caught:
+        session.remote("fails_in_a_group")()
+    assert type(caught.value).__name__ == "ExceptionGroup"
+
+
+def test_an_object_that_raises_at_any_attribute_can_be_called(session):
+    assert session.remote("rude")(1) == 2
+    assert session.remote("rude.nothing") is None
 
 
 def test_an_iterator_is_asked_for_one_item_at_a_time(session):
