@@ -67,14 +67,16 @@ def test_the_mistake_that_the_first_hour_makes_is_one_in_one_solution(project, g
     (notebook,) = (project / "notebooks").glob("01-*.ipynb")
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     hit = [cell for cell in cells if right in "".join(cell["source"])]
-    assert [cell["metadata"]["nbgrader"]["grade_id"] for cell in hit] == ["ex-1-2-score-memory"]
+    assert [cell["metadata"]["nbgrader"]["grade_id"] for cell in hit] == [
+        "ex-1-1-textbook-attention"
+    ]
     from labsupport import checks
 
     with pytest.raises(checks.CheckFailed) as failed:
         names = {}
         source = "".join(hit[0]["source"]).replace(right, wrong)
-        exec("import math\n" + source, names)
-        checks.check_score_bytes(names["score_bytes"])
+        exec("import math\nimport torch\n" + source, names)
+        checks.check_textbook_values(names["textbook_attention"])
     (said,) = re.findall(r"its diagnosis is \*([^*]+)\*", " ".join(hour.split()))
     assert said in str(failed.value)
 
