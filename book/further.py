@@ -15,7 +15,7 @@ def fold(app: Sphinx, doctree: nodes.document, docname: str) -> None:
             titles = [child[0].astext() for child in part if isinstance(child, nodes.section)]
             line = escape(" · ".join(titles))
             opened = f'<details class="further"><summary>{line}</summary>'
-            part.insert(1, nodes.raw("", opened, format="html", classes=["no-search"]))
+            part.insert(1, nodes.raw("", opened, format="html"))
             part += nodes.raw("", "</details>", format="html")
 
 

@@ -64,6 +64,51 @@ def check_text(page):
     assert page.locator(within).locator("a.term").count() == 0
 
 
+# Lines of code in a sentence that end within a word: the last letter, and the first of the next.
+BROKEN = """() => [...document.querySelectorAll("main :not(pre) > code")].flatMap((code) => {
+  const walker = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+  const range = document.createRange();
+  let before = " ", top = null, broken = [];
+  while (walker.nextNode()) [...walker.currentNode.data].forEach((letter, i) => {
+    range.setStart(walker.currentNode, i);
+    range.setEnd(walker.currentNode, i + 1);
+    const box = range.getClientRects()[0];
+    if (box && top !== null && box.top > top + 4 && /[a-z0-9]/i.test(before) && /\\w/.test(letter))
+      broken.push(`${before}|${letter} in ${code.textContent}`);
+    [before, top] = [letter, box ? box.top : top];
+  });
+  return broken;
+})"""
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_a_phone_shows_code_in_whole_words_and_figures_enlarged(chromium, site, name):
+    with opened(chromium, site + name, width=400) as phone:
+        phone.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+        assert phone.evaluate(BROKEN) == []
+        large = phone.locator("dialog.enlarged")
+        for figure in phone.locator("main img").all():
+            figure.click()
+            assert large.locator("img").bounding_box()["width"] >= 960
+            assert large.locator("img").get_attribute("alt") == figure.get_attribute("alt")
+            phone.keyboard.press("Escape")
+            assert not large.is_visible()
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_the_further_part_is_folded_until_a_link_leads_into_it(chromium, site, name):
+    with opened(chromium, site + name) as page:
+        part = page.locator("section#further > details")
+        sections = part.locator("section")
+        assert sections.count() >= 1
+        assert not sections.first.is_visible()
+        anchor = sections.last.get_attribute("id")
+        page.evaluate("(anchor) => { location.hash = anchor; }", anchor)
+        page.wait_for_timeout(200)
+        assert sections.last.is_visible()
+        assert page.locator(f"#{anchor}").bounding_box()["y"] < 900
+
+
 def test_the_first_stop_of_the_keyboard_skips_to_the_text(chromium, site):
     with opened(chromium, site + CHAPTERS[0]) as page:
         page.keyboard.press("Tab")
