@@ -93,8 +93,10 @@ def divide(name: str) -> tuple[pd.DataFrame, pd.DataFrame]:
         (standard deviation of the repeats, as a fraction of the time).
 
     Raises:
-        KeyError: no split is written for that name in `SPLITS`.
+        ValueError: no split is written for that name in `SPLITS`.
     """
+    if name not in SPLITS:
+        raise ValueError(f"no run {name!r} calibrates; these do: {', '.join(SPLITS)}")
     split = SPLITS[name]
     table = load_run(name.split(":")[0])
     table = table[table.status == "ok"]
@@ -268,6 +270,9 @@ def calibrate(table: pd.DataFrame, device: Device) -> CalibratedModel:
 
 def calibrate_run(run: str) -> tuple[CalibratedModel, pd.DataFrame]:
     """Return the model from a run's (see `SPLITS`) calibration shapes, and the held-out rows.
+
+    Raises:
+        ValueError: no such run.
 
     >>> model, held_out = calibrate_run("attention-h200")
     >>> "sdpa_flash" in model.backends("bfloat16", "forward")

@@ -223,6 +223,7 @@ def _attend(
     _reports.last = None  # a call that raises leaves no report of an older one
     # Before the plans, for which True is 1.0 and (1.0, 0) is (1, 0).
     check_switch("causal", call.causal)
+    check_switch("return_lse", call.return_lse)
     check_scale(call.softmax_scale)
     check_window(call.window_size)
     check_softcap(call.softcap)
@@ -235,6 +236,8 @@ def _attend(
             if len(_plans) >= _MOST_PLANS:
                 _plans.clear()
             _plans[signature] = plan
+    if call.softmax_scale is not None and call.softmax_scale <= 0:
+        call = call.with_positive_scale()
     if plan.empty:
         call = replace(call, q=call.q[:, plan.empty :])
     if plan.repeated:

@@ -145,8 +145,8 @@ class AttentionCall:
     def with_positive_scale(self) -> AttentionCall:
         """Move a negative sign of the scale to q, and make a scale of 0 a very small number.
 
-        The forward kernels multiply after they have looked for the maximum, and hide with -inf
-        before.
+        Kernels hide with -inf, and may multiply afterwards: PyTorch's for CPUs makes NaN of it. The
+        lab's own look for the maximum before.
         """
         scale = self.scale
         if scale > 0:

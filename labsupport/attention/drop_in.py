@@ -28,6 +28,7 @@ from labsupport.attention.inputs import (
     check_range,
     check_switch,
     check_window,
+    described,
     overlaps,
 )
 from labsupport.attention.rotary import apply_rotary_emb
@@ -409,14 +410,8 @@ def _check_same(name: str, x: Any, other: str, y: Any, layout: str) -> None:
     if not both or (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
         raise AttentionInputError(
             f"{name} and {other} must be tensors {layout} of one shape, dtype and device, but "
-            f"{_kind(x)} and {_kind(y)} were given."
+            f"{described(x)} and {described(y)} were given."
         )
-
-
-def _kind(x: object) -> str:
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
 def _check_table(table: Any, batch: int, device: torch.device) -> Tensor:
@@ -494,18 +489,18 @@ def _check_cache(
     if not isinstance(q, Tensor) or q.ndim != 4 or 0 in q.shape or (q.dtype, q.device) != there:
         raise AttentionInputError(
             "q must be a tensor (batch, seqlen_q, heads, head_dim) of the cache's dtype and "
-            f"device, no size 0, but {_kind(q)} was given for a cache {_kind(k_cache)}: "
+            f"device, no size 0, but {described(q)} was given for a cache {described(k_cache)}: "
             "q.unsqueeze(1) for one token of each sequence."
         )
     if 0 in k_cache.shape:
-        raise AttentionInputError(f"the cache has no room: k_cache {_kind(k_cache)} was given.")
+        raise AttentionInputError(f"the cache has no room: k_cache {described(k_cache)} was given.")
     if k is not None:
         _check_same("k", k, "v", v, "(batch, new, kv_heads, head_dim)")
         expected = (q.shape[0], k.shape[1], *k_cache.shape[2:]), k_cache.dtype, k_cache.device
         if (k.shape, k.dtype, k.device) != expected:
             raise AttentionInputError(
-                f"k and v must be (batch, new, kv_heads, head_dim) as q {_kind(q)} and the cache "
-                f"{_kind(k_cache)} have them, but {_kind(k)} was given."
+                f"k and v must be (batch, new, kv_heads, head_dim) as q {described(q)} and the "
+                f"cache {described(k_cache)} have them, but {described(k)} was given."
             )
         if overlaps(k_cache) or overlaps(v_cache) or overlaps(k_cache, v_cache):
             raise AttentionInputError(

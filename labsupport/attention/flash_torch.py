@@ -34,9 +34,11 @@ import torch
 from torch import Tensor
 
 from labsupport.attention.inputs import (
+    AttentionInputError,
     check_constant_slopes,
     check_math_layout,
     check_scale,
+    described,
     first_derivative_only,
 )
 from labsupport.attention.masks import AttentionMask, alibi_bias
@@ -61,9 +63,10 @@ def autocast_off(tensor: Tensor) -> AbstractContextManager[Any]:
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def wrapped(first: Tensor, *args: Any, **options: Any) -> Any:
-        with autocast_off(first):
-            return function(first, *args, **options)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+        with autocast_off(tensors[0]) if tensors else nullcontext():
+            return function(*args, **options)
 
     return wrapped
 
@@ -115,7 +118,9 @@ def flash_attention_forward(
     check_math_layout(q, k, v)
     check_scale(softmax_scale)
     band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=is_causal, window_size=window_size)
-    block_q, block_k = _block_sizes(q, k, block_q or block_size, block_k or block_size)
+    block_q, block_k = _block_sizes(
+        q, k, *(block_size if x is None else x for x in (block_q, block_k))
+    )
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     acc = _accumulation_dtype(q)
 
@@ -160,8 +165,23 @@ def flash_attention_backward(
     Returns:
         dq, dk, dv in the shapes and dtype of q, k, v. A query that sees no key contributes nothing.
 
+    Raises:
+        AttentionInputError: as `flash_attention_forward`; out, dout or lse are not shaped like it.
+
     Source: FlashAttention-2, algorithm 2.
     """
+    check_math_layout(q, k, v)
+    check_scale(softmax_scale)
+    for name, x, shape in (
+        ("dout", dout, q.shape),
+        ("out", out, q.shape),
+        ("lse", lse, q.shape[:-1]),
+    ):
+        if not isinstance(x, Tensor) or x.shape != shape or x.device != q.device:
+            raise AttentionInputError(
+                f"{name} must be a tensor {tuple(shape)} on {q.device}, as the forward of q "
+                f"{tuple(q.shape)} returns it, but {described(x)} was given."
+            )
     band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=is_causal, window_size=window_size)
     block_q, block_k = _block_sizes(q, k, block_q, block_k)
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
@@ -274,6 +294,9 @@ def _accumulation_dtype(q: Tensor) -> torch.dtype:
 
 def _block_sizes(q: Tensor, k: Tensor, block_q: int | None, block_k: int | None) -> tuple[int, int]:
     """Nearly square tiles of about TILE_ENTRIES over all heads, unless sizes are given."""
+    for name, size in (("block_q", block_q), ("block_k", block_k)):
+        if size is not None and (type(size) is not int or size < 1):
+            raise AttentionInputError(f"{name} is a number of at least 1, but {size!r} was given.")
     heads = max(1, q[..., 0, 0].numel())
     device = q.device.type if q.device.type in TILE_ENTRIES else "cuda"
     exponent = round(math.log2(max(1, TILE_ENTRIES[device] // heads)))

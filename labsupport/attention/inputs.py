@@ -123,6 +123,13 @@ def check_offsets(name: str, offsets: object, total: int | None = None) -> list[
     return list(map(operator.sub, steps[1:], steps))
 
 
+def described(x: object) -> str:
+    """Return a tensor's shape, dtype and device for a message, or another object's type."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
 def check_max_seqlen(name: str, longest: object, lengths: list[int]) -> None:
     """Check that a longest length is a number, and none of the `lengths` is larger."""
     number = longest.item() if isinstance(longest, Tensor) and longest.ndim == 0 else longest

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from labsupport.attention.inputs import check_window
+from labsupport.attention.inputs import check_switch, check_window
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,10 @@ class AttentionMask:
         """Build the band of flash-attn's options `causal` and `window_size`.
 
         Raises:
-            AttentionInputError: `window_size` is not a pair of integers of at least -1.
+            AttentionInputError: `causal` is no bool, or `window_size` not a pair of integers of at
+                least -1.
         """
+        check_switch("causal", causal)
         check_window(window_size)
         left, right = (None if side < 0 else side for side in window_size)
         return cls(seqlen_q, seqlen_k, left, 0 if causal else right)

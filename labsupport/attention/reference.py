@@ -4,7 +4,8 @@
     P = softmax(S), row by row       (seqlen_q, seqlen_k)
     O = P V                          (seqlen_q, head_dim)
 
-Both functions store all of S and P: memory grows with seqlen_q * seqlen_k. That is their purpose.
+All three functions store all of S and P: memory grows with seqlen_q * seqlen_k. That is their
+purpose.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from labsupport.attention.inputs import check_mask, check_math_layout
+from labsupport.attention.inputs import check_mask, check_math_layout, check_scale, check_softcap
 from labsupport.attention.masks import AttentionMask, alibi_bias
 
 
@@ -42,7 +43,8 @@ def standard_attention(
         look at no key gets weights and output 0 (a plain softmax would give NaN).
 
     Raises:
-        AttentionInputError: ranks, shapes, dtypes or devices do not fit together.
+        AttentionInputError: ranks, shapes, dtypes or devices do not fit together, or an option
+            makes no sense.
 
     Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1.
 
@@ -123,6 +125,8 @@ def _attention(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the weights, and the masked scores."""
+    check_scale(softmax_scale)
+    check_softcap(softcap)
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     # In place where autograd allows it: a reference should be no slower or larger than necessary.
     scores = (q @ k.mT).mul_(scale)

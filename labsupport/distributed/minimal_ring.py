@@ -116,5 +116,9 @@ def minimal_ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             f"the ring is self-attention of one shard, but q {tuple(q.shape)} and k "
             f"{tuple(k.shape)} were given"
         )
+    shapes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shapes, tuple(q.shape))
+    if len(set(shapes)) > 1:
+        raise AttentionInputError(f"the ranks' shards must have one shape, but they have {shapes}")
     wide = torch.promote_types(q.dtype, torch.float32)
     return MinimalRing.apply(q.to(wide), k.to(wide), v.to(wide)).to(q.dtype)

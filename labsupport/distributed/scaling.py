@@ -98,7 +98,7 @@ def predict_ring(
             float32 and reads the new part. None: that is free.
 
     Raises:
-        ValueError: sizes that do not fit; no such layout. KeyError: no such dtype or direction.
+        ValueError: sizes that do not fit; no such layout, dtype or direction.
 
     >>> one = predict_ring(8, 32768, heads=32, kv_heads=8, head_dim=128, single_ms=23.0)
     >>> round(one.efficiency, 2)
@@ -109,6 +109,9 @@ def predict_ring(
         raise ValueError(
             f"no ring: {world} ranks, {seqlen_per_rank} tokens, {heads}/{kv_heads} heads"
         )
+    for what, name, known in (("dtype", dtype, ELEMENT), ("direction", direction, PRODUCTS)):
+        if name not in known:
+            raise ValueError(f"no {what} {name!r}; there are: {', '.join(known)}")
     plan = Plan.of(world, seqlen_per_rank, causal=causal, layout=layout)
     one = Plan.of(1, seqlen_per_rank, causal=causal).pairs(0)[0]
     narrow, wide = head_dim * ELEMENT[dtype], head_dim * 4  # bytes of a token's head

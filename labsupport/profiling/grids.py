@@ -130,7 +130,7 @@ def grid(backends: str | Sequence[str], seqlens: Sequence[int], **axes: Any) -> 
 
     Args:
         backends, seqlens: lists of names and of lengths; a string is one name.
-        axes: any further field of `Case`, a single value or a list of values.
+        axes: any further field of `Case`, a single value or several: a list, a set, a range.
 
     Example:
         >>> len(grid(["standard", "sdpa_flash"], [512, 1024], causal=[False, True]))
@@ -142,7 +142,7 @@ def grid(backends: str | Sequence[str], seqlens: Sequence[int], **axes: Any) -> 
     if unknown:
         raise ValueError(f"no such axis: {', '.join(unknown)}; known: {', '.join(known)}")
     lists = {
-        name: list(value) if isinstance(value, (list, tuple, range)) else [value]
+        name: list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
         for name, value in axes.items()
     }
     return [

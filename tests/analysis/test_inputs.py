@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labsupport.analysis import count, fitting_blocks, theorem, tile_choices
+from labsupport.analysis import calibrate_run, count, fitting_blocks, theorem, tile_choices
 from labsupport.analysis.roofline import Roof
 from labsupport.analysis.tiles import describe_choice
 from labsupport.analysis.traffic import Sizes, closed_form
 from labsupport.analysis.traffic.formulas import elements_needed
 from labsupport.attention import oracle_attention
+from labsupport.distributed.scaling import predict_ring
 from labsupport.profiling import grid, measure_time, run_grid
 from labsupport.profiling.grids import Case, errors_by_dtype
 from labsupport.profiling.tables import arithmetic_bound_ms, format_table
@@ -66,6 +67,14 @@ def test_a_case_has_whole_sizes_and_a_mask_or_none(name, value):
 
 def test_a_string_is_one_name():
     assert grid("standard", [8]) == grid(["standard"], [8])
+    assert [case.heads for case in grid("standard", [8], heads={2, 4})] == [2, 4]
+    for predicted in (
+        lambda: calibrate_run("unknown"),
+        lambda: predict_ring(2, 8, heads=2, head_dim=8, single_ms=1.0, dtype="unknown"),
+        lambda: predict_ring(2, 8, heads=2, head_dim=8, single_ms=1.0, direction="unknown"),
+    ):
+        with pytest.raises(ValueError, match=r"no .*'unknown'"):
+            predicted()
     assert errors_by_dtype("sdpa_flash", "float32", seqlen=8, device="cpu").ok.tolist() == [True]
     for names in (("nothing", "float32"), ("standard", "floaty")):
         with pytest.raises(ValueError, match="unknown: "):

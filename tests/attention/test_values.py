@@ -1,6 +1,7 @@
 """No call computes something else without a word: the right value, or an error that says why."""
 
 import contextlib
+import inspect
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from labsupport.attention import (
     available_backends,
 )
 from labsupport.attention.accuracy import compare_with_oracle, relative_error
+from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.masks import alibi_bias
 from labsupport.attention.online_softmax import online_softmax
@@ -86,6 +88,32 @@ def test_what_is_no_number_or_switch_is_refused_by_every_backend(name, options):
             attention(Q, K, V, backend=name, **equal)  # whose plan the next call would find
     with pytest.raises(AttentionInputError, match=f"{next(iter(options))} is"):
         attention(Q, K, V, backend=name, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *(({"softmax_scale": x}, "softmax_scale is") for x in (torch.nan, True, torch.ones(()))),
+        ({"causal": 1}, "causal is"),
+        ({"block_q": 0}, "block_q is"),
+        ({"block_k": 2.5}, "block_k is"),
+        ({"block_size": -1}, "block_q is"),
+        ({"out": K[:, :, :, :1]}, "out must be"),
+        ({"lse": 0.0}, "lse must be.*float was given"),
+        ({"dout": [1.0]}, "dout must be.*list was given"),
+    ],
+    ids=str,
+)
+def test_the_mathematics_refuses_what_makes_no_sense(options, said):
+    forward = {"out": Q, "lse": Q[..., 0], "dout": Q}
+    for function in (standard_attention, flash_attention_forward, flash_attention_backward):
+        own = inspect.signature(function).parameters
+        renamed = {"is_causal" if "is_causal" in own and x == "causal" else x: y
+                   for x, y in options.items()}  # fmt: skip
+        if renamed.keys() <= own.keys():
+            inputs = {"q": Q, "k": K, "v": V} | forward | renamed
+            with pytest.raises(AttentionInputError, match=said):
+                function(**{name: inputs[name] for name in own if name in inputs})
 
 
 @pytest.mark.parametrize(

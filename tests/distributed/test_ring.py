@@ -37,7 +37,7 @@ from tests.attention.cases import gradients, make_model_qkv, needs_interpreter, 
 MASKS = {
     "full": {},
     "causal": {"causal": True},
-    "scaled": {"causal": True, "softmax_scale": 0.7},
+    "scaled": {"causal": True, "softmax_scale": -0.7},
     "short window": {"causal": True, "window_size": (2, 0)},
     "window over several shards": {"causal": True, "window_size": (8, 0)},
     "window on both sides": {"window_size": (3, 2)},
@@ -318,6 +318,20 @@ def test_the_minimal_ring_adds_16_bit_shards_up_in_float32(workers, dtype):
     assert ((found.double() - exact).abs() <= half_a_unit).all()
     with pytest.raises(AttentionInputError, match="self-attention of one shard"):
         minimal_ring_attention(q[:, :, :2], k, v)
+
+
+def unequal_shards(rank, group):
+    """On a rank: the minimal ring's error where rank 1 has a token more."""
+    try:
+        minimal_ring_attention(*[torch.ones(1, 1, 4 + rank, 8)] * 3)
+    except AttentionInputError as error:
+        return str(error)
+    return None
+
+
+def test_the_minimal_ring_refuses_unequal_shards(pool):
+    for text in pool(2).run(unequal_shards):
+        assert "one shape, but they have [(1, 1, 4, 8), (1, 1, 5, 8)]" in text
 
 
 # --- messages -------------------------------------------------------------------------------------

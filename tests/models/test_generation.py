@@ -83,6 +83,16 @@ def test_each_row_stops_at_its_own_end_and_the_loop_when_all_have(llama, tokeniz
     assert whole.token_ids == free
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": "x"}, {"temperature": -1}, {"temperature": 1.0, "top_k": 2.5}, {"seed": "x"},
+     {"max_new_tokens": "x"}, {"max_new_tokens": 2.0}],
+)  # fmt: skip
+def test_an_option_that_is_no_such_number_is_refused(llama, tokenizer, options):
+    with pytest.raises(ValueError, match=list(options)[-1]):
+        generate(llama, tokenizer, TEXTS, **options)
+
+
 def test_a_seed_gives_its_sample_and_top_k_the_likeliest_only(llama, tokenizer):
     def sample(seed, **options):
         options = {"temperature": 1.0, "max_new_tokens": 10} | options

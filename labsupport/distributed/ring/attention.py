@@ -53,7 +53,8 @@ class RingOptions:
         transport: "copy_engines" (GPUs of one machine), "send_receive", or "auto", the first that
             can. A group's first ring on GPUs finds out, with a small message.
         check_ranks: compare shapes and options among the ranks first, so that a difference is an
-            error on all of them and not a hang. One small message; a GPU is waited for.
+            error on all of them and not a hang or the end of a process. One small message; a GPU is
+            waited for.
     """
 
     layout: Literal["contiguous", "zigzag", "striped"] = "contiguous"
@@ -155,7 +156,7 @@ def ring_attention(
     _last = RingReport(
         call.kernel.name, refused, call.plan, call.ring.traffic, transport, slot_bytes
     )
-    out, lse = RingAttentionFunction.apply(q, k, v, call)
+    out, lse = RingAttentionFunction.apply(request.q, k, v, call)
     return (out, lse) if return_lse else out
 
 
@@ -209,7 +210,7 @@ def _prepared(
     window = (-1 if plan.left is None else plan.left, -1 if plan.right is None else plan.right)
     request = AttentionCall(
         q, k, v, plan.right == 0, options.softmax_scale, window, return_lse=True
-    )
+    ).with_positive_scale()
     ordered = options.deterministic and q.is_cuda
     name = "flash_triton" if ordered and options.kernel == "auto" else options.kernel
     kernel, refused = choose(name, request)

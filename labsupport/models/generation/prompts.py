@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +95,8 @@ class Sampler:
         seed: of the random numbers, from the last `restart` on.
 
     Raises:
-        ValueError: a temperature below 0 or not finite; top_k below 1, or without a temperature.
+        ValueError: a temperature below 0 or not finite; top_k below 1, or without a temperature;
+            a seed that is no whole number.
     """
 
     def __init__(
@@ -104,12 +106,14 @@ class Sampler:
         top_k: int | None = None,
         seed: int = 0,
     ) -> None:
-        if not 0 <= temperature < float("inf"):
+        if not isinstance(temperature, Real) or not 0 <= temperature < float("inf"):
             raise ValueError(
-                f"temperature must be 0 (greedy) or more, and finite, got {temperature}"
+                f"temperature must be 0 (greedy) or more, and finite, got {temperature!r}"
             )
-        if top_k is not None and (top_k < 1 or not temperature):
-            raise ValueError(f"top_k={top_k} must be 1 or more, and needs a temperature above 0")
+        if top_k is not None and (type(top_k) is not int or top_k < 1 or not temperature):
+            raise ValueError(f"top_k={top_k!r} must be 1 or more, and needs a temperature above 0")
+        if type(seed) is not int:
+            raise ValueError(f"seed must be a whole number, got {seed!r}")
         self.temperature, self.top_k, self.seed = temperature, top_k, seed
         self.generator = torch.Generator(device).manual_seed(seed)
 
@@ -214,8 +218,8 @@ def check_room(model: PreTrainedModel, batch: Batch, max_new_tokens: int) -> Non
         ValueError: max_new_tokens below 0; a token that has no row of the embedding; a prompt that,
             with the new tokens, is longer than the model's positions.
     """
-    if max_new_tokens < 0 or max_new_tokens % 1:
-        raise ValueError(f"max_new_tokens must be 0 or more, and whole, got {max_new_tokens}")
+    if type(max_new_tokens) is not int or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be 0 or more, and whole, got {max_new_tokens!r}")
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
     for token in torch.stack(torch.aminmax(batch.ids)).tolist():
