@@ -129,7 +129,7 @@ def _without_tags(html: str) -> str:
 _SCRIPT = re.compile(
     r"<<|^(?:#!|cd|export|while|until|for|node\(|\w+=\S+(?: \w+=\S+)*$)", re.MULTILINE
 )
-_CALL = re.compile(r"(?:\.venv/bin/)?(?:labsupport|python -[cm]|make|scripts/\S+\.sh) ")
+_CALL = re.compile(r"(?:\.venv/bin/)?(?:labsupport|python -[cm]|make|cp|rm -r|scripts/\S+\.sh) ")
 
 
 def commands(path: Path) -> Iterator[Command]:

@@ -36,7 +36,7 @@ NOT_RUN = {
     "needs submissions; tests/grader/test_nbgrader.py runs it": (
         "nbgrader autograde", "nbgrader export",
     ),
-    "trains for minutes": ("benchmarks long_positions",),
+    "lasts minutes": ("benchmarks long_positions", "benchmarks resources"),
     "writes a page of the project": ("benchmarks architectures",),
     "is make, which would set up an environment; `.ci/run` runs most": ("make ",),
     "is a part of a command": (
@@ -158,13 +158,14 @@ class Reader:
         if to.exists():
             return to
         (to / "work").mkdir(parents=True)
-        (to / "submissions" / "ada").mkdir(parents=True)
         for path in texts.ROOT.iterdir():
             if path.name not in (".git", ".venv", "work", "build", "dist", "course"):
                 (to / path.name).symlink_to(path)
         (to / ".venv").symlink_to(sys.prefix)
         (solved,) = texts.ROOT.glob("notebooks/01-*.ipynb")
-        shutil.copy(solved, to / "submissions" / "ada")
+        for student in ("ada", "grace"):
+            (to / "submissions" / student).mkdir(parents=True)
+            shutil.copy(solved, to / "submissions" / student)
         for file, content in YOURS.items():
             (to / file).parent.mkdir(exist_ok=True)
             (to / file).write_text(content, encoding="utf-8")
@@ -175,13 +176,16 @@ class Reader:
         if name(command) + command.text in self.done:
             return self.done[name(command) + command.text]
         for earlier in RUN[: RUN.index(command)]:
-            if earlier.path == command.path and earlier.in_block:
+            if earlier.path == command.path:
                 self.run(earlier)
         folder = self.folder_of(command.path)
         before = listing(folder)
         environment = os.environ | {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+        text = command.text
+        if not shutil.which("bwrap"):  # without a sandbox these, which we trust, run as we do
+            text = re.sub(r"labsupport grade (?=\w)", "labsupport grade --unconfined ", text)
         done = subprocess.run(
-            ["bash", "-euc", command.text],
+            ["bash", "-euc", text],
             cwd=folder, env=environment, capture_output=True, text=True, timeout=600,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
