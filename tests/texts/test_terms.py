@@ -55,6 +55,14 @@ def test_pages_and_docstrings_use_one_form_for_each_term():
     assert not found, "\n".join(found)
 
 
+def test_each_term_of_the_glossary_has_its_traditional_chinese():
+    glossary = (texts.ROOT / "theory" / "glossary.md").read_text(encoding="utf-8")
+    entries, table = glossary.split("## 繁體中文")
+    terms = re.findall(r"^\*\*([^*]+)\*\* · ", entries, re.MULTILINE)
+    rows = re.findall(r"^\| ([^|]+) \| .*[\u4e00-\u9fff].*\|$", table, re.MULTILINE)
+    assert rows[1:] == terms  # the first row is the heading
+
+
 # A docstring names a thing, or says what to do (PEP 257). A question, or half a clause, makes the
 # reader wait for the noun: "What every backend is asked with" for "Inputs of one attention call".
 OPENING = re.compile(r"(What|How|Whether|Which|Why|Who|Whose|Where|When|Of|As|Does|Is|Are)\b|.*\?$")
