@@ -103,8 +103,10 @@ def make_targets():
 def takes(words, command):
     """The `labsupport` program accepts these words; a name in a sentence may lack arguments."""
     program = typer.main.get_command(app)
-    while words and hasattr(program, "commands"):
+    while words and hasattr(program, "commands") and words != ["--help"]:
         program, words = program.commands[words[0]], words[1:]
+    if words == ["--help"]:
+        return
     try:
         program.make_context(program.name, [word for word in words if word != "…"])
     except Exception as error:
