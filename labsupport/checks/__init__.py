@@ -178,7 +178,6 @@ EXERCISES = {
     "ex_4_4_predict": [
         "check_fit",
         "check_held_out",
-        "check_predict",
     ],
     "ex_4_5_choose": [
         "check_choice_limits",

@@ -73,6 +73,8 @@ Every query head computes its own scores: count heads, not kv_heads.
 The mask hides fewer than half of the pairs. The diagonal is visible, N (N + 1) / 2 of N^2 are left,
 and with fewer queries than keys every query also sees all the keys before the queries.
     pairs -= seqlen_q * (seqlen_q - 1) // 2 -> pairs /= 2
+The mask hides N (N - 1) / 2 of N^2 pairs, not N (N + 1) / 2: the diagonal is visible.
+    (seqlen_q - 1) // 2 -> (seqlen_q + 1) // 2
 That mask is aligned top-left. The queries are the last tokens (bottom-right): query i sees
 seqlen_k - seqlen_q + i + 1 keys.
     pairs -= seqlen_q * (seqlen_q - 1) // 2 -> pairs = seqlen_q * (seqlen_q + 1) // 2
@@ -97,6 +99,10 @@ L is missing: float32, one number for each query of each head.
     seqlen_q * 4 -> seqlen_q * 0
 L is float32 whatever dtype is: 4 bytes a number.
     seqlen_q * 4 -> seqlen_q * dtype.itemsize
+L is counted twice: the forward only writes it, the backward only reads it.
+    seqlen_q * 4 -> seqlen_q * 8
+L has one number for each query of each head, not head_dim of them.
+    seqlen_q * 4 -> seqlen_q * head_dim * 4
 O is missing: it passes too.
     2 * q -> q
     4 * q -> 3 * q
@@ -106,6 +112,10 @@ A causal mask hides pairs, but no key from every query: all of K and V still has
     * kv_heads * head_dim -> * kv_heads * head_dim / (2 if causal else 1)
 `backward` is ignored: that pass reads O, dO and writes dQ, dK, dV too.
     if backward else 2 -> if False else 2
+In the backward pass one tensor of Q's size is missing: Q, O, dO and dQ all pass.
+    4 * q + 2 * k -> 3 * q + 2 * k
+dK and dV have kv_heads heads, as K and V do.
+    2 * k + 2 * k + lse -> 2 * k + 2 * k * heads // kv_heads + lse
 In the backward pass the results are missing: dQ, dK and dV are written.
     4 * q + 2 * k + 2 * k -> 3 * q + 2 * k
 With backward=True the backward pass alone is meant: the forward is not in it.
@@ -131,8 +141,12 @@ You added the two times. They overlap: the longer one is the bound.
     max(arithmetic, memory) -> arithmetic + memory
 That is the shorter of the two times. Both must be over: take the longer one.
     max(arithmetic, memory) -> min(arithmetic, memory)
-The time for the bytes is ignored: sometimes it is the longer one.
+The time for the bytes is ignored, or counted in another unit: sometimes it is the longer one.
     max(arithmetic, memory) -> arithmetic
+least_ms is in seconds: a second has 1e3 ms.
+    max(arithmetic, memory) -> max(arithmetic, memory) / 1e3
+least_ms is in microseconds: a TFLOP is 1e12 FLOPs, and a second 1e3 ms.
+    max(arithmetic, memory) -> max(arithmetic, memory) * 1e3
 """)
 ### END SOLUTION
 

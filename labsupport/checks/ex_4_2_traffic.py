@@ -99,6 +99,12 @@ With queries outside, L is missing from what is written: one number a row.
     matrix + seqlen -> matrix
 With queries outside, O stays in fast memory: it is written once.
     matrix + seqlen -> tiles * rows + seqlen
+With queries outside, Q stays in fast memory: it is read once.
+    read = matrix + -> read = tiles * rows +
+With keys outside, m and l are not only written for each tile: they are read, too.
+    2 * rows + 2 * block_q -> 2 * rows
+With keys outside, m and l begin with zeros (or -inf) that are written, not O alone.
+    (matrix + 2 * seqlen) -> matrix
 With keys outside, m and l are read and written together with O.
     + 2 * block_q ->
     + 2 * seqlen ->

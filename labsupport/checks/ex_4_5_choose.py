@@ -106,6 +106,10 @@ The 5% count from the fastest of the rows that are left, so leave rows out first
 among all rows, and find nothing where the fastest may not run.
     min(map(_ms, left)) -> min(map(_ms, _timed(same)))
     return min -> return None if not tied else min
+You look for ties before you leave out the rows that do not fit, and find nothing where the fastest
+does not.
+    min(map(_ms, left)) -> min(map(_ms, able))
+    return min -> return None if not tied else min
 The 5% count from the fastest time, not from one row to the next.
     return min -> for row in sorted(left, key=_ms):\n        _chain(tied, row)\n    return min
 A tie is up to 5% above the fastest: ms <= 1.05 * the fastest. Yours is narrower.
@@ -194,9 +198,11 @@ def _answer(
     try:
         (answer,) = call(answering, table, memory_bytes=memory, dtype=dtype)
     except CheckFailed as problem:
-        if right or "not written" in str(problem):
+        if "not written" in str(problem):
             raise
-        raise CheckFailed(f"return None where no row is left. {problem}") from None
+        say = "Leave out rows whose status is not \"ok\" and rows that do not fit, before you choose"
+        say += "." if right else "; return None if none is left, as here."
+        raise CheckFailed(f"{say} {problem}") from None
     if not table.equals(before):
         raise CheckFailed("the table was changed: work on a copy, or on a selection of rows.")
     if answer is None or isinstance(answer, str):

@@ -17,6 +17,7 @@ the lab is imported here.
 
 from labsupport.plotting.charts import (
     RoofLine,
+    plot_growth,
     plot_memory,
     plot_predictions,
     plot_roofline,
@@ -27,6 +28,7 @@ from labsupport.plotting.distributed import plot_launches, plot_scaling, plot_ti
 from labsupport.plotting.drawing import STYLES, Reference, style
 from labsupport.plotting.explorer import (
     plot_block_mask,
+    plot_kernel_walk,
     plot_rescalings,
     plot_tile_choices,
     plot_tile_pass,
@@ -51,6 +53,8 @@ __all__ = [
     "plot_block_mask",
     "plot_by_window",
     "plot_dtype_flow",
+    "plot_growth",
+    "plot_kernel_walk",
     "plot_launches",
     "plot_memory",
     "plot_memory_parts",

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from labsupport.plotting.drawing import (
     BLUE,
+    GREEN,
     GREY,
+    ORANGE,
+    PINK,
     RED,
     Reference,
     add_legend,
@@ -271,6 +274,36 @@ def _prediction(row: dict[Any, Any]) -> str:
         if value is not None and value == value:
             text += f", {word} {value:.3g}"
     return text
+
+
+def plot_growth(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
+    """Plot how many times as long a call takes against how many times the work it does.
+
+    Args:
+        table: columns what (the line's name), work and time (both 1 at the line's smallest case).
+        title: the finding, as a sentence.
+        small_print: device, date, and the smallest case.
+
+    >>> import pandas as pd
+    >>> table = pd.DataFrame({"what": "more heads", "work": [1, 4, 16], "time": [1, 1.1, 4]})
+    >>> chart = plot_growth(table, title="16 times the heads take 4 times as long")
+    """
+    figure = Chart(figsize=(8.6, 4.6))
+    axes = figure.subplots()
+    most = table["work"].max()
+    axes.plot([1, most], [1, most], color=GREY, linestyle=":", label="in proportion",
+              gid="reference")  # fmt: skip
+    looks = zip((BLUE, GREEN, ORANGE, PINK, RED), "os^Dv", strict=True)
+    for (name, rows), (colour, marker) in zip(table.groupby("what", sort=False), looks):
+        axes.plot(rows["work"], rows["time"], marker=marker, color=colour, label=str(name))
+    log2_axis(axes, sorted(set(table["work"])), "times the work of the smallest case")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axes.set_ylabel("times as long as the smallest case")
+    plain(axes)
+    add_legend(figure, [axes])
+    figure.say(title, small_print, wrap=70)
+    return figure
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,97 @@ def plot_tiles(
     return _draw_tiles(kind, seqlen_q, seqlen_k, block_q, block_k)
 
 
+def plot_kernel_walk(
+    seqlen: int = 10, *, block: int = 4, causal: bool = True, step: int | None = None
+) -> Chart:
+    """Draw which scores the programs of a FlashAttention kernel compute, tile after tile.
+
+    Each frame is one step of one program: the tile it computes, the entries hidden by the mask,
+    and lanes beyond the last query or key. What the program has done before is pale.
+
+    Args:
+        seqlen: number of queries, and of keys.
+        block: queries of a program, and keys of a tile.
+        causal: hide the future, and skip tiles that no query of the block sees.
+        step: the one frame to draw, counted from 0 over all programs; by default all of them.
+
+    Raises:
+        ValueError: there is no such step.
+
+    >>> chart = plot_kernel_walk(10, block=4)
+    """
+    steps = walk_steps(seqlen, block, causal)
+    if step is not None and not 0 <= step < len(steps):
+        raise ValueError(f"step is {step}: there are {len(steps)}, counted from 0")
+    shown = steps if step is None else [steps[step]]
+    columns = min(len(shown), 3)
+    rows = -(-len(shown) // columns)
+    figure = Chart(figsize=(max(3.3 * columns, 5.4), 3.5 * rows + 0.7))
+    for axes, (program, first) in zip(
+        figure.subplots(rows, columns, squeeze=False).flat, shown, strict=False
+    ):
+        _draw_walk(axes, seqlen, block, causal, program, first)
+    for axes in figure.axes[len(shown) :]:
+        axes.axis("off")
+    patches = [Patch(facecolor=colour, label=name) for name, colour in _LANES.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    programs = -(-seqlen // block)
+    title = f"{programs} programs compute {len(steps)} of {programs**2} tiles"
+    if step is not None:
+        title = f"Step {step + 1} of {len(steps)}: program {shown[0][0]}, keys from {shown[0][1]}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    words = "; ".join(f"program {program} the keys from {first}" for program, first in shown)
+    figure.description = f"{title}: {words}. {seqlen} tokens, blocks of {block}."
+    return figure
+
+
+def walk_steps(seqlen: int, block: int, causal: bool) -> list[tuple[int, int]]:
+    """Return (program, first key of the tile) of each step, in the order of the programs."""
+    return [
+        (program, first)
+        for program in range(-(-seqlen // block))
+        for first in range(0, seqlen, block)
+        if not causal or first < (program + 1) * block
+    ]
+
+
+_LANES = {
+    "computed now": BLUE, "hidden by the mask: -inf": ORANGE,
+    "computed before": "#BFDDF0", "beyond the end: not loaded": "#999999",
+}  # fmt: skip
+
+
+def _draw_walk(
+    axes: Axes, seqlen: int, block: int, causal: bool, program: int, first: int
+) -> None:
+    now, hidden, before, beyond = _LANES.values()
+    side = -(-seqlen // block) * block
+    for i in range(side):
+        for j in range(side):
+            visible = j <= i or not causal
+            colour = PALE
+            if i // block == program and first <= j < first + block:
+                colour = beyond if max(i, j) >= seqlen else now if visible else hidden
+            elif max(i, j) >= seqlen:
+                colour = "white"
+            elif i // block == program and j < first and visible:
+                colour = before
+            cell = Rectangle((j, i), 1, 1, facecolor=colour, edgecolor="white", linewidth=1)
+            axes.add_patch(cell)
+    corner = Rectangle((first, program * block), block, block, fill=False, edgecolor=BLACK)
+    axes.add_patch(corner)
+    axes.set(xlim=(0, side), ylim=(side, 0), aspect="equal", xlabel="keys", ylabel="queries")
+    axes.set_xticks(range(0, side + 1, block))
+    axes.set_yticks(range(0, side + 1, block))
+    axes.spines[:].set_visible(False)
+    stop = min(seqlen, (program + 1) * block) if causal else seqlen
+    last = first + block >= stop
+    mask = first + block > (min(seqlen, program * block + 1) if causal else seqlen)
+    then = "then it stores" if last else "then the next tile"
+    words = f"program {program}, tile from key {first}\n{'mask' if mask else 'no mask'}, {then}"
+    axes.set_title(words, fontsize=9.5, loc="left")
+
+
 def plot_block_mask(block_mask: Any) -> Chart:
     """Draw which tiles FlexAttention computes, masks and skips, for the first text and head.
 

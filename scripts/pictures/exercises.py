@@ -222,3 +222,39 @@ def ring_steps(axes):
         "Keys go around the ring: whose are where, in each step",
         "Pale: the causal mask hides them, and they still travel on",
     )
+
+
+@d.picture("kernel-programs.png", (10.2, 4.3), 1, 2, width_ratios=[1.0, 1.25])
+def kernel_programs(panels):
+    """The programs of a kernel, the tiles of one of them, and the multiprocessors that run them."""
+    scores, device = panels
+    blank(scores, xlim=(-3.6, 8.3), ylim=(9.4, -1.6))
+    colours = (d.BLUE, d.GREEN, d.ORANGE, d.PINK)
+    d.words(scores, 0, -0.5, "the scores of one head", 10, "black")
+    for row, colour in enumerate(colours):
+        for column in range(4):
+            now = (row, column) == (1, 2)
+            d.box(scores, 2 * column, 2 * row, colour if now else d.TILE, "tile" if now else "",
+                  2, 2)  # fmt: skip
+        d.words(scores, -3.5, 2 * row + 0.9, f"program {row}", 9, "black")
+        d.words(scores, -3.5, 2 * row + 1.5, f"queries {16 * row} to {16 * row + 15}", 7.5)
+    d.arrow(scores, (0.1, 8.6), (7.9, 8.6))
+    d.words(scores, 4, 9.3, "the loop: one tile of keys after the other", 9, ha="center")
+    blank(device, xlim=(-0.2, 14.2), ylim=(9.4, -1.6))
+    d.words(device, 0, -0.5, "a GPU with three multiprocessors", 10, "black")
+    runs = ((0, 4), (1,), (2, 3))
+    for n, programs in enumerate(runs):
+        d.box(device, 4.8 * n, 0, d.PALE, "", 4.5, 6.2)
+        d.words(device, 4.8 * n + 0.2, 0.6, f"multiprocessor {n}", 9, "black")
+        for place, program in enumerate(programs):
+            head = program // 4
+            d.box(device, 4.8 * n + 0.3, 1.1 + 1.7 * place, colours[program % 4],
+                  f"program {program % 4}, head {head}", 3.9, 1.4)  # fmt: skip
+        d.words(device, 4.8 * n + 0.3, 5.0, "fast memory: the tiles,\nm, l and O of its programs",
+                7.5, va="center")  # fmt: skip
+    d.box(device, 0, 6.9, d.SKY, "slow memory (HBM): Q, K, V, and the output O", 14.1, 1.3)
+    d.words(device, 0, 9.2, "waiting: programs 1, 2 and 3 of head 1, and all later heads", 9)
+    return (
+        "One program computes one block of queries; multiprocessors run the programs",
+        "64 queries and keys in blocks of 16; a program stays on its multiprocessor until it ends",
+    )
