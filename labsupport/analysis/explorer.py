@@ -1,4 +1,4 @@
-"""Pictures to play with: block sizes, fast memory and traffic; m, l and O while the tiles pass.
+"""Pictures to play with: block sizes and their traffic; m, l and O while tiles pass; a kernel.
 
 The table of the first, `tile_choices`, is in `labsupport.analysis.tiles`, which also says what its
 model leaves out.
@@ -163,12 +163,28 @@ def tile_pass_slider(steps: Sequence[Mapping[str, Any]]) -> ipywidgets.VBox:
     >>> steps = tile_pass(torch.randn(3, 8), torch.randn(8, 2), block_k=2)
     >>> controls = tile_pass_slider(steps)  # as the last line of a cell
     """
-    import ipywidgets as widgets
-
     from labsupport.plotting import plot_tile_pass
 
-    frames = [_as_html(plot_tile_pass([step])) for step in steps]
-    slider = widgets.IntSlider(description="tile", min=1, max=len(steps), value=1)
+    return _slider("tile", [_as_html(plot_tile_pass([step])) for step in steps])
+
+
+def kernel_walk_slider(seqlen: int = 10, *, block: int = 4, causal: bool = True) -> ipywidgets.VBox:
+    """Return a slider over the steps of `plotting.plot_kernel_walk`, which takes the same sizes.
+
+    >>> controls = kernel_walk_slider(10, block=4)  # as the last line of a cell
+    """
+    from labsupport.plotting import plot_kernel_walk
+    from labsupport.plotting.explorer import walk_steps
+
+    sizes: dict[str, Any] = {"block": block, "causal": causal}
+    steps = range(len(walk_steps(seqlen, **sizes)))
+    return _slider("step", [_as_html(plot_kernel_walk(seqlen, **sizes, step=n)) for n in steps])
+
+
+def _slider(name: str, frames: Sequence[str]) -> ipywidgets.VBox:
+    import ipywidgets as widgets
+
+    slider = widgets.IntSlider(description=name, min=1, max=len(frames), value=1)
     picture = widgets.HTML(frames[0])
     slider.observe(lambda change: picture.set_trait("value", frames[change["new"] - 1]), "value")
     return widgets.VBox([slider, picture])

@@ -68,7 +68,7 @@ def kind(value: Any) -> str:
     if isinstance(value, Tensor):
         name = f"{short(value.dtype)} tensor"
     shape = getattr(value, "shape", None)
-    article = "an" if name[0] in "aeiouAEIOU" else "a"
+    article = "an" if name[0] in "aeiouAEIOU" or name == "ndarray" else "a"
     return f"{article} {name}{f' of shape {tuple(shape)}' if shape else ''}"
 
 

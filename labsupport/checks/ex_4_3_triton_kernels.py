@@ -1,7 +1,7 @@
-"""Exercise 4-3: Triton kernels: add, a softmax of rows, FlashAttention's update, and all of it.
+"""Exercise 4-3: Triton kernels: FlashAttention's update, and all of its forward.
 
-The checks launch the student's kernels by launchers of their own (`launch_add` and so on), which
-are like the notebook's. The student's `update(m, l, acc, scores, v) -> (m, l, acc)` of step 3 is
+The checks launch the student's kernels by launchers of their own, which are like the
+notebook's. The student's `update(m, l, acc, scores, v) -> (m, l, acc)` of step 1 is
 put into a small kernel (`attention_with_update`). Kernels are interpreted where there is no GPU,
 and compiled where there is one. References are written in PyTorch, tile by tile, so that a
 mistake of a kernel is an edit here, too.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,7 +33,6 @@ from labsupport.checks.verdict import (
     call,
     draw,
     judge,
-    judge_call,
     mistakes,
     own_line,
     passed,
@@ -58,57 +58,6 @@ tl = SimpleNamespace(
 
 
 ### BEGIN SOLUTION
-def add(x: Tensor, y: Tensor, block: int) -> Tensor:
-    """Return x + y, block by block."""
-    out = torch.zeros_like(x)
-    for first in range(0, len(x), block):
-        inside = slice(first, min(first + block, len(x)))
-        out[inside] = x[inside] + y[inside]
-    return out
-
-
-ADD_MISTAKES = mistakes("""
-The last, partial block is missing: the grid needs triton.cdiv(n, block) programs, rounded up.
-    range(0, len(x), block) -> range(0, len(x) - len(x) % block, block)
-Only the first block is written: a program begins at tl.program_id(0) * BLOCK.
-    range(0, len(x), block) -> range(1)
-Only each block's first element is written: add tl.arange(0, BLOCK) to the program's start.
-    min(first + block, len(x)) -> first + 1
-It copies x: y has to be loaded and added.
-    x[inside] + y[inside] -> x[inside]
-""")
-
-
-def row_softmax(x: Tensor, block: int) -> Tensor:
-    """Return the softmax of each row, in blocks of columns."""
-    m = x.new_full((len(x), 1), -torch.inf)
-    l = x.new_zeros(len(x), 1)
-    for part in x.split(block, 1):
-        m_new = torch.maximum(m, part.amax(1, keepdim=True))
-        l = l * (m - m_new).exp() + (part - m_new).exp().sum(1, keepdim=True)
-        m = m_new
-    return (x - m).exp() / l
-
-
-SOFTMAX_MISTAKES = mistakes("""
-Each block has its own softmax: m and l must come from the whole row before anything is stored.
-    return (x - m).exp() / l -> return torch.cat([p.softmax(1) for p in x.split(block, 1)], 1)
-l is not rescaled when the maximum rises: l * exp(m - m_new).
-    l * (m - m_new).exp() -> l
-m is the maximum of the last block alone: keep the larger one, tl.maximum(m, tl.max(x, 0)).
-    torch.maximum(m, part.amax(1, keepdim=True)) -> part.amax(1, keepdim=True)
-Lanes beyond the row's end count as score 0: load them as -inf (other=-float("inf")), or the sum
-holds exp(0 - m) for each.
-    x.split(block, 1) -> F.pad(x, (0, -x.shape[1] % block)).split(block, 1)
-The result is not divided by the sum l.
-    / l ->
-exp2 is used for exp.
-    .exp() -> .exp2()
-All programs read row 0: a program's row begins at tl.program_id(0) * stride.
-    return (x - m).exp() / l -> return ((x - m).exp() / l)[:1].expand_as(x)
-""")
-
-
 def update(
     m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,8 +147,13 @@ Keys beyond the end of a partial tile are loaded as 0 and count as keys with sco
 scores to -inf, like those of hidden keys.
     out, lse = -> k, v = (F.pad(x, (0, 0, 0, -n_k % block)) for x in (k, v))\n    out, lse =
     min(j + block, n_k) -> j + block
+Only one tile of keys is visited: loop over tl.range(0, stop, BLOCK_K).
+    range(0, n_k, block) -> range(0, block, block)
 The mask starts at the top left: query i sees the keys up to i + seqlen_k - seqlen_q.
     rows[:, None] + n_k - n_q -> rows[:, None]
+The mask starts at the top left: query i sees the keys up to i + seqlen_k - seqlen_q.
+    rows[:, None] + n_k - n_q -> rows[:, None]
+    if causal -> if causal and j + block > first + n_k - n_q + 1
 `causal` is ignored.
     if causal -> if False
 Tiles that the diagonal cuts are not masked: a tile needs no mask if the block's first query, and
@@ -209,6 +163,8 @@ Each query misses itself: key i + seqlen_k - seqlen_q is visible, too.
     cols > rows[:, None] -> cols >= rows[:, None]
 The scores are not scaled by 1 / sqrt(head_dim).
     / math.sqrt(d) ->
+The scores are not multiplied by `scale`: it holds 1 / sqrt(head_dim) and the factor log2(e).
+    / math.sqrt(d) -> * math.log(2)
 The scale is missing its factor log2(e), which turns exp2 into exp.
     / math.sqrt(d) -> / math.sqrt(d) * math.log(2)
 All heads use the queries of head 0: add head * stride_qh to Q.
@@ -222,6 +178,9 @@ acc is not divided by l at the end.
 lse is in base 2: multiply m + log2(l) by log(2).
     lse[:, rows] = m -> lse[:, rows] = m / math.log(2)
     l).log() -> l).log2()
+lse is a little off: log(2) is 0.6931471805599453, and four digits are not enough.
+    lse[:, rows] = m -> lse[:, rows] = 0.6931 / math.log(2) * m
+    l).log() -> l).log() * 0.6931 / math.log(2)
 lse mixes two bases: m is in base 2, so add tl.log2(l), and multiply the sum by log(2).
     l).log() -> l).log() * math.log(2)
 lse holds m alone: add the logarithm of l.
@@ -233,22 +192,6 @@ A row that sees no key gives NaN: divide by 1 where l is 0.
 
 
 # --- launchers ------------------------------------------------------------------------------------
-
-
-def launch_add(kernel: Any, x: Tensor, y: Tensor, block: int) -> Tensor:
-    """Return x + y of two vectors, by `add_kernel`."""
-    out = guarded_zeros(len(x), like=x)
-    kernel[(-(-len(x) // block),)](x, y, out, len(x), BLOCK=block)
-    check_guard(out)
-    return out
-
-
-def launch_softmax(kernel: Any, x: Tensor, block: int) -> Tensor:
-    """Return the softmax of each row, by `softmax_kernel`."""
-    out = guarded_zeros(*x.shape, like=x)
-    kernel[(len(x),)](x, out, x.stride(0), out.stride(0), x.shape[1], BLOCK=block)
-    check_guard(out)
-    return out
 
 
 def launch_flash(
@@ -271,7 +214,7 @@ def launched(kernel: Any, launch: str, *arguments: Any) -> Any:
 
     Args:
         kernel: the student's `@triton.jit` function.
-        launch: the name of a launcher, above or `run_update`.
+        launch: "update" or "flash".
         arguments: of the launcher, after the kernel.
 
     Returns:
@@ -287,8 +230,7 @@ def launched(kernel: Any, launch: str, *arguments: Any) -> Any:
 
     from labsupport.attention.kernels.template import run_update
 
-    launchers = {"update": run_update, "add": launch_add, "softmax": launch_softmax}
-    function: Any = (launchers | {"flash": launch_flash})[launch]
+    function: Any = {"update": run_update, "flash": launch_flash}[launch]
     *tensors, options = arguments if launch == "update" else (*arguments, {})
     device = "cpu" if mode.interpreted() else "cuda"
     with warnings.catch_warnings():  # the interpreter computes with NumPy, which warns of inf
@@ -328,33 +270,7 @@ def _no_kernel(kernel: Any) -> str:
     return ""
 
 
-def check_triton_add(student: Any, seed: int = 0) -> None:
-    """Exercise 4-3, step 1: x + y of lengths that blocks divide or not."""
-    for n in (64, 50, 3):
-        arguments = (*draw(2, n, seed=seed), BLOCK)
-        options: Any = {"where": f"(n {n}, block {BLOCK}) ", "allowed": 1e-6}
-        judge_call(_launched(student, "add"), add, ADD_MISTAKES, arguments, ("out",), **options)
-    passed("every element once, the last block included", seed)
-
-
-def check_triton_softmax(student: Any, seed: int = 0) -> None:
-    """Exercise 4-3, step 2: rows longer than a block, rows that no block divides, large scores."""
-    for rows, columns, first, last in (
-        (3, 64, 0, 3),
-        (4, 37, 5, 5),
-        (2, 9, 0, 0),
-        (2, 40, 4000, 0),
-    ):
-        wide = draw(rows, columns + 8, seed=seed)  # rows that do not follow upon each other
-        x = wide[:, :columns]
-        x += torch.linspace(first, last, columns)
-        options: Any = {"where": f"({rows} rows of {columns}, block {BLOCK}) ", "allowed": 1e-5}
-        kernel = _launched(student, "softmax")
-        judge_call(kernel, row_softmax, SOFTMAX_MISTAKES, (x, BLOCK), ("out",), **options)
-    passed("rows of any length, in blocks", seed)
-
-
-# --- step 3 --------------------------------------------------------------------------------------
+# --- step 1 --------------------------------------------------------------------------------------
 
 WIDENED = (
     "v is widened to float32 for the product: that leaves the fast path of the tensor cores, which "
@@ -367,7 +283,7 @@ NARROW = (
 
 
 def check_update_values(student: Any, seed: int = 0) -> None:
-    """Exercise 4-3: m, l and out of random rows, in tiles that divide the lengths, without a mask.
+    """Exercise 4-3, step 1: m, l and out of random rows, in whole tiles, without a mask.
 
     Args:
         student: a `@triton.jit` function, as `attention_with_update` takes it.
@@ -378,7 +294,7 @@ def check_update_values(student: Any, seed: int = 0) -> None:
 
 
 def check_update_extremes(student: Any, seed: int = 0) -> None:
-    """Exercise 4-3: tiles and rows without a visible key, partial tiles, scores of thousands."""
+    """Exercise 4-3, step 1: tiles and rows without a visible key, cut tiles, large scores."""
     for n_q, n_k in ((37, 37), (21, 45), (40, 21)):
         where = f"(causal, seqlen_q {n_q}, seqlen_k {n_k}, tiles {BLOCK} x {BLOCK}) "
         _judge_update(student, _rising(n_q, n_k, seed), where, causal=True)
@@ -400,7 +316,7 @@ def check_update_extremes(student: Any, seed: int = 0) -> None:
 
 
 def check_update_dtype(student: Any) -> None:
-    """Exercise 4-3: rounding to v's dtype for the product alone; float16 and float32 inputs."""
+    """Exercise 4-3, step 1: rounding to v's dtype for the product alone; two dtypes of inputs."""
     _judge_update(student, _rising(32, 32, seed=0))  # what is wrong in any dtype is said first
     inputs, scale = _two_levels(0, 2.0**12)
     out, _, _ = _run(student, inputs, softmax_scale=scale)
@@ -554,11 +470,11 @@ def _two_levels(drop: float, value: float) -> tuple[Inputs, float]:
     return (q, k, v), drop / LOG2_E or 1e-30  # with drop = 0 all scores are equal
 
 
-# --- step 4 --------------------------------------------------------------------------------------
+# --- step 2 --------------------------------------------------------------------------------------
 
 
 def check_triton_flash_values(student: Any, seed: int = 0) -> None:
-    """Exercise 4-3, step 4: out and lse where blocks divide the lengths; strided tensors."""
+    """Exercise 4-3, step 2: out and lse where blocks divide the lengths; strided tensors."""
     _flash(student, _strided(2, 16, 32, seed), causal=False)
     _flash(student, _strided(2, 32, 48, seed), causal=True)
     _flash(student, [x.half() for x in _strided(1, 16, 16, seed)], causal=True, allowed=5e-3)
@@ -566,14 +482,14 @@ def check_triton_flash_values(student: Any, seed: int = 0) -> None:
 
 
 def check_triton_flash_edges(student: Any, seed: int = 0) -> None:
-    """Exercise 4-3, step 4: lengths that no block divides, rows that see no key."""
+    """Exercise 4-3, step 2: lengths that no block divides, rows that see no key."""
     for n_q, n_k, causal in ((20, 19, False), (5, 43, True), (37, 21, True)):
         _flash(student, _strided(1, n_q, n_k, seed), causal)
     passed("blocks at the edges, and rows without a key: out 0, lse -inf", seed)
 
 
 def check_triton_flash_skips(student: Any, seed: int = 0) -> None:
-    """Exercise 4-3, step 4: with a causal mask, tiles that nobody sees are not touched.
+    """Exercise 4-3, step 2: with a causal mask, tiles that nobody sees are not touched.
 
     The last keys and values are NaN: a masked weight of 0 times NaN would show.
     """
@@ -593,13 +509,16 @@ def check_triton_flash_skips(student: Any, seed: int = 0) -> None:
 
 
 def _flash(student: Any, inputs: Any, causal: bool, allowed: float | None = None) -> None:
-    q, k, _ = inputs
+    q, k, v = inputs
     where = f"(seqlen_q {q.shape[1]}, seqlen_k {k.shape[1]}, causal {causal}, {short(q.dtype)}) "
     given = unpack(call(_launched(student, "flash"), *inputs, causal, BLOCK), NAMES)
     exact: Any = (*(x.double() for x in inputs), causal, BLOCK)
     right = flash(*exact)
+    # No edit of the reference can say this: it knows no strides.
+    by_k = flash(q.double(), k.double(), v.as_strided(k.shape, k.stride()).double(), causal, BLOCK)
     for i, name in enumerate(NAMES):
         wrong = results(flash, FLASH_MISTAKES, lambda f, i=i: f(*exact)[i])
+        wrong = itertools.chain([("V is read with K's strides: it has its own.", by_k[i])], wrong)
         judge(where + name, given[i], right[i], allowed=allowed or _allowed(), mistakes=wrong)
 
 

@@ -200,7 +200,7 @@ def _answer(
     except CheckFailed as problem:
         if "not written" in str(problem):
             raise
-        say = "Leave out rows whose status is not \"ok\" and rows that do not fit, before you choose"
+        say = "Leave out what does not fit, and rows whose status is not 'ok', before you choose"
         say += "." if right else "; return None if none is left, as here."
         raise CheckFailed(f"{say} {problem}") from None
     if not table.equals(before):

@@ -8,6 +8,7 @@ one shape family at a time.
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -293,8 +294,9 @@ def plot_growth(table: pd.DataFrame, *, title: str, small_print: str = "") -> Ch
     most = table["work"].max()
     axes.plot([1, most], [1, most], color=GREY, linestyle=":", label="in proportion",
               gid="reference")  # fmt: skip
-    looks = zip((BLUE, GREEN, ORANGE, PINK, RED), "os^Dv", strict=True)
-    for (name, rows), (colour, marker) in zip(table.groupby("what", sort=False), looks):
+    looks = itertools.cycle(zip((BLUE, GREEN, ORANGE, PINK, RED), "os^Dv", strict=True))
+    for name, rows in table.groupby("what", sort=False):
+        colour, marker = next(looks)
         axes.plot(rows["work"], rows["time"], marker=marker, color=colour, label=str(name))
     log2_axis(axes, sorted(set(table["work"])), "times the work of the smallest case")
     axes.set_yscale("log", base=2)
@@ -327,7 +329,9 @@ class RoofLine:
 def plot_roofline(
     table: pd.DataFrame, roofs: Sequence[RoofLine], *, title: str, small_print: str = ""
 ) -> Chart:
-    """Plot TFLOP/s against FLOPs a byte, both logarithmic; a marker a row, roofs as lines.
+    """Plot speed against FLOPs a byte, both logarithmic; a marker a row, roofs as lines.
+
+    The unit is GFLOP/s if all roofs are below 1 TFLOP/s.
 
     Args:
         table: needs backend, intensity (FLOPs a byte) and tflops; rows without a time are left out.
@@ -344,22 +348,28 @@ def plot_roofline(
     measured = table[table["tflops"].notna() & (table["tflops"] > 0)]
     places = [*measured["intensity"], *(roof.ridge for roof in roofs)]
     low, high = min(places) / 3, max(places) * 3
+    # A CPU's speeds would all be fractions of a TFLOP/s.
+    unit, scale = ("TFLOP/s", 1) if max(roof.tflops for roof in roofs) >= 1 else ("GFLOP/s", 1e3)
     for number, roof in enumerate(roofs):
         x = [low, roof.ridge, high]
+        y = [scale * min(roof.tflops, roof.gb_s / 1e3 * i) for i in x]
         axes.plot(
-            x, [min(roof.tflops, roof.gb_s / 1e3 * i) for i in x], color=GREY, linewidth=1.5,
+            x, y, color=GREY, linewidth=1.5,
             zorder=1, linestyle="-" if number == 0 else (0, (5, 2 + number)), gid="reference",
-            label=f"{roof.label}: {roof.tflops:,.3g} TFLOP/s,\n{roof.gb_s:,.0f} GB/s",
+            label=f"{roof.label}: {scale * roof.tflops:,.3g} {unit},\n{roof.gb_s:,.0f} GB/s",
         )  # fmt: skip
     for backend in dict.fromkeys(measured["backend"]):
         colour, marker = style(backend)
         rows = measured[measured["backend"] == backend]
         axes.plot(
-            rows["intensity"], rows["tflops"], marker, color=colour, label=backend, markersize=7
-        )
+            rows["intensity"], scale * rows["tflops"], marker, color=colour, label=backend,
+            markersize=7,
+        )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=(low, high))
+    log10_axis(axes, "x", (1.0,))
+    log10_axis(axes, "y", (1.0, 2.0, 5.0) if scale > 1 else (1.0,))
     axes.set_xlabel("arithmetic intensity (FLOPs a byte that must move)")
-    axes.set_ylabel("speed (TFLOP/s)")
+    axes.set_ylabel(f"speed ({unit})")
     plain(axes)
     add_legend(figure, [axes])
     figure.headline(textwrap.fill(title, 70), small_print)

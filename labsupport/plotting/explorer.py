@@ -108,9 +108,7 @@ _LANES = {
 }  # fmt: skip
 
 
-def _draw_walk(
-    axes: Axes, seqlen: int, block: int, causal: bool, program: int, first: int
-) -> None:
+def _draw_walk(axes: Axes, seqlen: int, block: int, causal: bool, program: int, first: int) -> None:
     now, hidden, before, beyond = _LANES.values()
     side = -(-seqlen // block) * block
     for i in range(side):

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Count what passes
 #
-# **Time** about 35 minutes (estimated). **You need** notebook 4, section 4.4.
+# **Time** about 31 minutes (estimated). **You need** notebook 4, section 4.4.
 # **Exercise** 4-2, 4 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [4, IO complexity](../../theory/04-io-complexity.md#theorem-2-with-its-constant).
 
@@ -37,7 +37,7 @@ environment_card()
 # ![Version 1: a block of keys stays, the blocks of queries pass, and O, m and l are read and written each time. Version 2: a block of queries stays, the keys pass, and O is written once.](../../theory/figures/versions-orders.png)
 #
 # ## Exercise 4-2 · Count what passes
-# ●●○ · useful · 18 minutes · 4 bonus points
+# ●●○ · useful · 28 minutes · 4 bonus points
 #
 # One head of `seqlen` queries and as many keys, forward; blocks divide `seqlen`. Count *numbers* (elements), not bytes.
 #

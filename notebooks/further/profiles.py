@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Reading a profile
 #
-# **Time** about 50 minutes (estimated). **You need** notebook 4, sections 4.1 and 4.6.
+# **Time** about 41 minutes (estimated). **You need** notebook 4, sections 4.1 and 4.6.
 # **Exercises** 4-8 and 4-5, 5 bonus points, beside the 100 of the four notebooks. **Theory** chapters
 # [8, Performance model](../../theory/08-performance-model.md#reading-a-kernels-counters), [10, Field
 # guide](../../theory/10-field-guide.md#choose).
@@ -95,7 +95,7 @@ with tempfile.TemporaryDirectory() as folder:
 # the same time, for example a product and a copy of the next inputs.
 #
 # ### Exercise 4-8 · Gaps and stalls
-# ●●○ · useful · 12 minutes · 2 bonus points
+# ●●○ · useful · 20 minutes · 2 bonus points
 #
 # | function | takes | returns |
 # | --- | --- | --- |
@@ -239,7 +239,7 @@ stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_nu
 # predicted.
 #
 # ### Exercise 4-5 · Choose
-# ●●○ · useful · 12 minutes · 3 bonus points
+# ●●○ · useful · 16 minutes · 3 bonus points
 #
 # `choose(table, *, memory_bytes, dtype) -> str | None`
 #

@@ -1,4 +1,4 @@
-"""The explorer of notebook 4, moved with mouse and keyboard."""
+"""The explorer of tiles, moved with mouse and keyboard."""
 
 import re
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.browser
 @pytest.fixture
 def explorer(lab, student):
     """Run what the explorer needs, then itself; where it is on the page."""
-    student.open(lab, "04-Performance_Analysis.ipynb")
+    student.open(lab, "further/counting.ipynb")
     student.run("environment_card()")
     student.run("predicted_blocks = None")
     student.run("import tile_explorer")

@@ -125,7 +125,6 @@ SOLVED = {
     },
     "ex-4-4-predict": {
         "fit_time": (checks.check_fit,),
-        "predict_time": (checks.check_predict,),
         "held_out_error": (checks.check_held_out,),
     },
     "ex-4-5-choose": {"choose": CHOICE},
@@ -277,7 +276,6 @@ TABLES = {
     ("ex_4_2_traffic", "tiled_traffic", "TILED_MISTAKES"): checks.check_tiled_traffic,
     ("ex_4_2_traffic", "tiled_traffic", "CAUSAL_MISTAKES"): checks.check_tiled_causal,
     ("ex_4_4_predict", "fit_time", "FIT_MISTAKES"): checks.check_fit,
-    ("ex_4_4_predict", "predict_time", "PREDICT_MISTAKES"): checks.check_predict,
     ("ex_4_4_predict", "held_out_error", "TEST_MISTAKES"): checks.check_held_out,
     ("ex_4_5_choose", "choice", "LIMIT_MISTAKES"): limits,
     ("ex_4_5_choose", "choice", "TIE_MISTAKES"): ties,

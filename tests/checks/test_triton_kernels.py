@@ -26,7 +26,7 @@ import triton.language as tl
 from labsupport.checks.guard import check_guard, guarded_zeros
 
 """
-STEPS = ("add", "softmax", "kernel", "flash")
+STEPS = ("kernel", "flash")
 CELLS = "\n\n".join(solution_source(f"ex-4-3-{step}") for step in STEPS)
 VALUES, EXTREMES, _ = UPDATE = (
     checks.check_update_values,
@@ -54,7 +54,7 @@ def update(m_old, l, acc, s, v):
 
 @pytest.fixture
 def kernels(tmp_path):
-    """The notebook's four cells, or another source, as a module: Triton reads kernels from a file."""
+    """The notebook's two cells, or another source, as a module: Triton reads kernels from a file."""
     number = count()
 
     def define(*edit, source=CELLS):
@@ -73,18 +73,14 @@ def kernels(tmp_path):
 
 def test_the_notebooks_kernels_pass_with_another_seed(kernels, capfd):
     cells = kernels()
-    checks.check_triton_add(cells.add_kernel, seed=5)
-    checks.check_triton_softmax(cells.softmax_kernel, seed=5)
     for check in FLASH:
         check(cells.flash_kernel, seed=5)
     printed, warned = capfd.readouterr()
-    assert printed.count("(other inputs)") == 5
+    assert printed.count("(other inputs)") == 3
     assert warned == ""
 
 
 @each(
-    (checks.check_triton_add, lab.add, lab.ADD_MISTAKES),
-    (checks.check_triton_softmax, lab.row_softmax, lab.SOFTMAX_MISTAKES),
     (FLASH[:2], lab.flash, lab.FLASH_MISTAKES),
 )
 def test_each_mistake_gets_its_own_diagnosis(check, student, said, monkeypatch):
@@ -102,6 +98,20 @@ def test_each_mistake_gets_its_own_diagnosis(check, student, said, monkeypatch):
         ("tiles are loaded and masked", ("stop = tl.minimum(n_k, (", "stop = tl.maximum(n_k, (")),
         ("the diagonal cuts are not", ("j + BLOCK_K > full", "j + BLOCK_K > stop")),
         ("lse is in base 2", ("* 0.6931471805599453", "")),
+        ("four digits are not enough", ("* 0.6931471805599453", "* 0.6931")),
+        ("not multiplied by `scale`", ("tl.trans(k)) * scale", "tl.trans(k))")),
+        ("starts at the top left", ("<= rows[:, None] + n_k - n_q", "<= rows[:, None]")),
+        (
+            "V is read with K's strides",
+            (
+                "head * stride_vh + cols[:, None] * stride_vn",
+                "head * stride_kh + cols[:, None] * stride_kn",
+            ),
+        ),
+        (
+            "Only one tile of keys is visited",
+            ("tl.range(0, stop, BLOCK_K)", "tl.range(0, BLOCK_K, BLOCK_K)"),
+        ),
         ("the queries of head 0", ("Q + head * stride_qh", "Q")),
         ("not written yet", ("    divisor =", "    raise NotImplementedError\n    divisor =")),
     ],
@@ -111,11 +121,8 @@ def test_mistakes_in_the_kernel_itself_are_named(said, edit, kernels):
 
 
 def test_a_store_without_a_mask_is_noticed(kernels):
-    for step, check, edit in (
-        ("add_kernel", checks.check_triton_add, ("x + y, mask=inside)", "x + y)")),
-        ("softmax_kernel", checks.check_triton_softmax, ("/ l, mask=start + c < n)", "/ l)")),
-    ):
-        assert "wrote beyond the end" in diagnosis(check, getattr(kernels(*edit), step))
+    edit = ("rows, lse, mask=rows < n_q)", "rows, lse)")
+    assert "wrote beyond the end" in diagnosis(FLASH, kernels(*edit).flash_kernel)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +141,13 @@ def test_nothing_but_triton_can_do_the_kernels_work(body, said, kernels):
     source = (
         "import numpy as np\ndef helper(x): return np.exp(x)\n"
         "@triton.jit\ndef hidden(x): return np.exp(x)\n"
-        f"{'@triton.jit' if body else ''}\ndef softmax_kernel(X, OUT, sx, so, n, BLOCK):\n    "
+        f"{'@triton.jit' if body else ''}\ndef flash_kernel(X, OUT):\n    "
     )
-    student = kernels(source=source + (body or "pass")).softmax_kernel
-    assert said in diagnosis(checks.check_triton_softmax, student)
+    student = kernels(source=source + (body or "pass")).flash_kernel
+    assert said in diagnosis(checks.check_triton_flash_values, student)
 
 
-# --- step 3: the update ----------------------------------------------------------------------
+# --- step 1: the update ----------------------------------------------------------------------
 
 
 def test_an_error_in_an_update_shows_its_line(kernels):
