@@ -304,7 +304,7 @@ def plot_growth(table: pd.DataFrame, *, title: str, small_print: str = "") -> Ch
     axes.set_ylabel("times as long as the smallest case")
     plain(axes)
     add_legend(figure, [axes])
-    figure.say(title, small_print, wrap=70)
+    figure.say(title, small_print, wrap=62)
     return figure
 
 
