@@ -195,6 +195,7 @@ from labsupport.analysis.explorer import kernel_walk_slider
 display(kernel_walk_slider(10, block=4))
 plotting.plot_kernel_walk(10, block=4)
 
+
 # %% [markdown]
 # Three tiles are *skipped*: no query sees a key in them. Only tiles that the diagonal or the end cuts need a mask.
 #
@@ -256,6 +257,7 @@ def update(m, l, acc, scores, v):
     acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v)
     return m_new, l, acc
     ### END SOLUTION
+
 
 # %% nbgrader={"grade": true, "grade_id": "ex-4-3-kernel-values", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
 checks.check_update_values(update)
@@ -373,6 +375,7 @@ def my_triton_flash(q, k, v, causal=False, block=64):
     check_guard(out, lse)
     return out, lse
 
+
 # %% nbgrader={"grade": true, "grade_id": "ex-4-3-flash-values", "locked": true, "points": 4, "schema_version": 3, "solution": false, "task": false}
 checks.check_triton_flash_values(flash_kernel)
 ### BEGIN HIDDEN TESTS
@@ -390,7 +393,6 @@ checks.check_triton_flash_skips(flash_kernel)
 ### BEGIN HIDDEN TESTS
 checks.check_triton_flash_skips(flash_kernel, seed=37)
 ### END HIDDEN TESTS
-
 
 # %% [markdown]
 # A complete FlashAttention forward. Compare it with the lab's kernel and with exact attention in float64. (A GPU times both,
@@ -467,6 +469,7 @@ print(speeds.round().astype(int).to_string())
 tuned = load_run("tune-forward-h200").query("seqlen == 4096 and head_dim == 64 and not causal")
 slowest = tuned.median_ms.max() / tuned.median_ms.min()
 print(f"\nThe slowest of {len(tuned)} tilings of flash_triton takes {slowest:.1f} times as long.")
+
 
 # %% [markdown]
 # One algorithm, a factor of two between its programs. Speed depends on
@@ -552,6 +555,7 @@ def roof(flops, moved, tflops, gb_s):
     return flops / moved, max(arithmetic, memory), by
     ### END SOLUTION
 
+
 # %% nbgrader={"grade": true, "grade_id": "ex-4-1-cost-flops", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
 checks.check_cost_flops(attention_cost)
 ### BEGIN HIDDEN TESTS
@@ -569,7 +573,6 @@ checks.check_roof(roof)
 ### BEGIN HIDDEN TESTS
 checks.check_roof(roof, seed=13)
 ### END HIDDEN TESTS
-
 
 # %% [markdown]
 # An H200's specification promises 989.5 TFLOP/s and 4,800 GB/s: 206 FLOPs in the time of one byte, its *ridge*. Below it a
@@ -785,6 +788,7 @@ plotting.plot_growth(
     f"H200: recorded, one sequence of 16,384 tokens, head_dim 64{busy}",
 )
 
+
 # %% [markdown]
 # Version 1 takes nearly the same time for 16 times the work: 15 more multiprocessors join in, and 116 are still idle. *This* is
 # why version 2 splits the queries: one head already gives 128 programs.
@@ -865,6 +869,7 @@ def held_out_error(table):
     return start, rate, float(error)
     ### END SOLUTION
 
+
 # %% nbgrader={"grade": true, "grade_id": "ex-4-4-predict-fit", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
 checks.check_fit(fit_time)
 ### BEGIN HIDDEN TESTS
@@ -876,7 +881,6 @@ checks.check_held_out(held_out_error)
 ### BEGIN HIDDEN TESTS
 checks.check_held_out(held_out_error, seed=43)
 ### END HIDDEN TESTS
-
 
 # %% [markdown]
 # Now use it on a recorded run, `attention-h200`: the lengths 512, 4,096 and 16,384 are fitted, the three between them held out. The
@@ -1116,7 +1120,6 @@ checks.check_clock(after_repair)
 ### BEGIN HIDDEN TESTS
 checks.check_clock(after_repair, seed=46)
 ### END HIDDEN TESTS
-
 
 # %% [markdown]
 # ## What you measured

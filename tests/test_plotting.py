@@ -161,3 +161,12 @@ def test_minus_infinity_out_of_a_log_softmax_is_no_alarm():
         assert ("Infinity" in words) == alarm
     with pytest.raises(ValueError, match="no forward call"):
         plotting.plot_dtype_flow(frame.iloc[:0], title="x")
+
+
+def test_growth_is_drawn_beside_a_line_in_proportion():
+    table = pd.DataFrame({"what": ["heads"] * 3 + ["batch"] * 2, "work": [1, 4, 16, 1, 4]})
+    chart = plotting.plot_growth(table.assign(time=[1.0, 1.1, 4.0, 1.0, 4.0]), title="Growth")
+    lines = {line.get_label(): line.get_xydata().tolist() for line in chart.axes[0].get_lines()}
+    assert lines["in proportion"] == [[1, 1], [16, 16]]
+    assert lines["heads"] == [[1, 1], [4, 1.1], [16, 4]]
+    assert lines["batch"] == [[1, 1], [4, 4]]

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from labsupport import plotting
-from labsupport.analysis.explorer import tile_choices, tile_pass, tile_pass_slider
+from labsupport.analysis.explorer import (
+    kernel_walk_slider,
+    tile_choices,
+    tile_pass,
+    tile_pass_slider,
+)
 
 KIB = 1024
 
@@ -84,3 +89,31 @@ def test_the_slider_of_a_pass_shows_the_frame_of_its_tile():
     first = picture.value
     slider.value = 2
     assert "After tile 2 of 2" in picture.value != first
+
+
+def test_the_walk_of_a_kernel_visits_the_tiles_that_a_causal_mask_leaves():
+    whole = plotting.plot_kernel_walk(10, block=4)
+    assert whole.description.startswith("3 programs compute 6 of 9 tiles: program 0 the keys")
+    assert "program 2 the keys from 8" in whole.description
+    assert [panel.get_title(loc="left").splitlines()[1] for panel in whole.axes] == [
+        "mask, then it stores",
+        "no mask, then the next tile",
+        "mask, then it stores",
+        "no mask, then the next tile",
+        "no mask, then the next tile",
+        "mask, then it stores",
+    ]
+    one = plotting.plot_kernel_walk(10, block=4, step=3)
+    assert one.get_suptitle() == "Step 4 of 6: program 2, keys from 0"
+    with pytest.raises(ValueError, match="there are 6"):
+        plotting.plot_kernel_walk(10, block=4, step=6)
+    assert "2 programs compute 4 of 4" in plotting.plot_kernel_walk(8, causal=False).description
+
+
+def test_the_walks_slider_has_a_frame_for_each_step():
+    slider, picture = kernel_walk_slider(4, block=2).children
+    first = picture.value
+    slider.value = slider.max
+    assert slider.max == 3
+    assert picture.value != first
+    assert "Step 3 of 3" in picture.value

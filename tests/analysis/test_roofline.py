@@ -100,3 +100,6 @@ def test_a_recorded_run_stays_below_the_specified_roof_and_can_be_drawn():
     chart = plot_roofline(ok, roofs, title="A finding", small_print="device, date")
     assert alt_text(chart).count("Reference line") == 2
     assert "fa4" in alt_text(chart)
+    cpu = plot_roofline(ok, [RoofLine("measured", 0.2, 80)], title="A CPU", small_print="")
+    assert cpu.axes[0].get_ylabel() == "speed (GFLOP/s)"
+    assert "200 GFLOP/s" in alt_text(cpu)

@@ -131,7 +131,7 @@ def test_a_store_without_a_mask_is_noticed(kernels):
         ("", "is no kernel function"),
         ("torch.softmax(X, 1)", "uses `torch`"),
         ("np.exp(X.handle)", "uses `np`"),
-        ("tl.store(OUT, X.handle.data)", "uses `handle`"),
+        ("tl.store(OUT, X.handle)", "uses `handle`"),
         ("helper(X)", "uses `helper`"),
         ("hidden(X)", "uses `np`"),
         ("raise NotImplementedError", "not written yet"),
