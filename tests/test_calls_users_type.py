@@ -60,6 +60,11 @@ assert [layer.backend for layer in attention_used(model)] == ["sdpa_flash", "sdp
 from transformers import GPT2Config, GPT2LMHeadModel
 model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, use_flash_attn=True))
 assert "flash" not in model.config._attn_implementation""",
+    "set_attention of another room": """
+with pytest.raises(ImportError, match="set_attention: import it from labsupport.models"):
+    from labsupport.attention import set_attention
+with pytest.raises(ImportError, match="pad_input: docs/coming-from.md"):
+    from labsupport.attention import pad_input, unpad_input""",
     "gradient checkpointing": """
 from labsupport.models import set_attention
 set_attention(model, "flash")
@@ -247,6 +252,9 @@ try:
     assert all(parameter.grad is None for parameter in before.parameters())
     with pytest.raises(ValueError, match="at least 1 epoch"):
         benchmark_ddp(before, dataloader, epochs=0)
+    for call in (lambda: train_with_ddp(rank, world_size), train_with_fsdp):
+        with pytest.raises(TypeError, match="settings"):
+            call()
 finally:
     cleanup_ddp()""",
 }
@@ -271,6 +279,15 @@ COMMANDS = {
         "--no-grad",
         ["min", "avg", "max", "peak", "average", "FLOP/s", "memory"],
     ),
+    "the benchmark in 16 bits, as JSON": (
+        "bench --batch 1 --seqlen 16 --nheads 1 --headdim 8 --causal --dtype fp16 --repeats 3 "
+        "--no-grad --json -",
+        ["median_ms", "average_tflops", "peak_memory_bytes"],
+    ),
+    "a folder of profiles": (
+        "profile --batch 1 --seqlen 16 --nheads 1 --headdim 8 --no-grad --seconds 0.01 --out a/p",
+        ["SUMMARY.md"],
+    ),
     "all implementations, xFormers among them": (
         "compare --batch 1 --seqlen 16 --nheads 1 --headdim 8 --no-grad --repeats 2",
         ["xformers", "unsupported", "fastest: ", "leanest: "],
@@ -280,7 +297,8 @@ COMMANDS = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's rows")
 @pytest.mark.parametrize(("line", "shown"), COMMANDS.values(), ids=COMMANDS)
-def test_a_command_of_a_source_prints_what_it_promises(monkeypatch, line, shown):
+def test_a_command_of_a_source_prints_what_it_promises(monkeypatch, tmp_path, line, shown):
+    monkeypatch.chdir(tmp_path)
     names = ["standard", "sdpa_flash"]  # flex takes a C++ compiler long
     monkeypatch.setattr("labsupport.profiling.shapes.measurable_backends", lambda device: names)
     printed = program(*line.split()).output

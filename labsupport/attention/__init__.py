@@ -6,6 +6,8 @@ The mathematics (`standard_attention`, `flash_attention_forward`, ...) takes
 takes flash-attn's layout.
 """
 
+from typing import Any
+
 from labsupport.attention.kernels import mode
 
 mode.settle()  # before anything below imports Triton
@@ -66,3 +68,16 @@ __all__ = [
     "rotary_angles",
     "standard_attention",
 ]
+
+# Names that are looked for here, and where they are or what to use.
+_INSTEAD = dict.fromkeys(
+    ("set_attention", "register_attention", "attention_used"), "import it from labsupport.models"
+) | dict.fromkeys(
+    ("unpad_input", "pad_input"), "docs/coming-from.md has three lines of PyTorch for it"
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _INSTEAD:
+        raise ImportError(f"labsupport.attention has no {name}: {_INSTEAD[name]}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -157,12 +157,12 @@ def test_on_a_busy_machine_alarms_are_rare_and_slowdowns_are_caught():
 def test_a_baseline_is_measured_in_fresh_processes_and_comes_back(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "PROCESSES", 1)
     path = tmp_path / "flash.json"
-    bench.write_baseline(Case("sdpa_flash", 64), "cpu", path)
+    program("bench", "--seqlen", 64, *SMALL, "--backend", "sdpa_flash", "--save-baseline", path)
     record = json.loads(path.read_text())
     assert record["medians"][0] > 0
     for ratio, slower in ((0.001, True), (1000.0, False)):
         path.write_text(json.dumps(record | {"medians": [ratio]}))
-        assert bench.is_slower(path, 0.05) == slower
+        program("bench", "--check-baseline", path, "--tolerance", 0.05, ok=not slower)
     record["provenance"]["device"] = "x"
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="the baseline is of x, and this is"):

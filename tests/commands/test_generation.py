@@ -50,7 +50,13 @@ def test_it_prints_the_text_and_what_it_cost_and_writes_json(program, tmp_path):
     done = program(TEXTS[1], "--max-new-tokens", 9, "--json", tmp_path / "result.json")
     text, _, report = done.stdout.partition("\n\n")
     assert 1 <= len(text.split()) <= 9
-    parts = "prefill       2 tokens", "decode ", "memory ", "FlashAttention (sdpa_flash: "
+    parts = (
+        "prefill       2 tokens",
+        "decode ",
+        " steps/s",
+        "memory ",
+        "FlashAttention (sdpa_flash: ",
+    )
     assert all(part in report for part in parts)
     assert str(done.stderr).count("\n") == 1  # the model and its source, no more
     result = strict(tmp_path / "result.json")

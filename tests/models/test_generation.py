@@ -1,5 +1,6 @@
 """Generation: Transformers' tokens, timed, also by the fast loop, and by two kinds of attention."""
 
+import io
 import math
 import time
 from dataclasses import replace
@@ -81,6 +82,14 @@ def test_each_row_stops_at_its_own_end_and_the_loop_when_all_have(llama, tokeniz
     assert len(alone.step_s) == at
     whole = generate(llama, ending, TEXTS, max_new_tokens=30, stop_at_end=False)
     assert whole.token_ids == free
+
+
+def test_a_comparison_shows_a_bar_on_a_terminal(llama, tokenizer, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    compare_attention(llama, tokenizer, TEXTS[1], max_new_tokens=1, repeats=1)
+    assert "0/5 [" in terminal.getvalue()  # before the oracle, which takes longest
 
 
 @pytest.mark.parametrize(

@@ -154,20 +154,25 @@ def compare_attention(
     check_room(model, batch, max_new_tokens)
     runs: dict[str, list[Generation]] = {name: [] for name in backends}
     logits, extra = {}, {}
-    with silent():
-        truth, oracle = oracle_logits(model, batch)
-    for name in backends:
-        set_attention(model, name)
-        few = min(2, max_new_tokens)
-        generate(model, tokenizer, prompt, max_new_tokens=few, cache="dynamic", chat=chat)
-        logits[name] = prompt_logits(model, batch)
-        extra[name] = measure_peak_memory(lambda: _prefill(model, batch), device=model.device)
-    with silent():  # and a bar on a terminal alone
-        for name in tqdm(backends * repeats, unit="run", leave=False, disable=None):
+    runs_in_all = 1 + (1 + repeats) * len(backends)
+    with tqdm(total=runs_in_all, unit="run", leave=False, disable=None) as bar:  # on a terminal
+        with silent():
+            truth, oracle = oracle_logits(model, batch)
+        bar.update()
+        for name in backends:
             set_attention(model, name)
-            options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chat": chat}
-            done = generate(model, tokenizer, prompt, cache="dynamic", **options)
-            runs[name].append(done)
+            few = min(2, max_new_tokens)
+            generate(model, tokenizer, prompt, max_new_tokens=few, cache="dynamic", chat=chat)
+            logits[name] = prompt_logits(model, batch)
+            extra[name] = measure_peak_memory(lambda: _prefill(model, batch), device=model.device)
+            bar.update()
+        with silent():
+            for name in backends * repeats:
+                set_attention(model, name)
+                options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chat": chat}
+                done = generate(model, tokenizer, prompt, cache="dynamic", **options)
+                runs[name].append(done)
+                bar.update()
 
     first, second = backends
     error = {name: max_error(logits[name], truth) for name in backends}
