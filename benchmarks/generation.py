@@ -35,8 +35,8 @@ from labsupport.attention.kernels import mode
 from labsupport.models.flops import model_flops
 from labsupport.models.generation.cuda_graph import GraphedDecoder
 from labsupport.models.generation.generate import prefill_and_decode
+from labsupport.models.generation.memory_sampler import MemorySampler
 from labsupport.models.generation.prompts import Batch, Sampler
-from labsupport.models.generation.sampler import MemorySampler
 from labsupport.models.measure import choose_attention, kernels_used
 from labsupport.profiling.hardware import Ceilings, measured_ceilings
 from labsupport.profiling.memory import measure_peak_memory

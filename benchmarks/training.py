@@ -19,8 +19,8 @@ from benchmarks.runner import Row, Trial, lengths, run, some_of
 from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import parse_bytes, parse_tokens
 from labsupport.training import PRESETS, DecoderConfig, MemoryOptions
-from labsupport.training.limits import memory_limit
 from labsupport.training.measure import measure_training, readable
+from labsupport.training.memory_limit import memory_limit
 from labsupport.training.planner import STRATEGIES, MemoryStrategy, longest
 
 PLAIN = tuple(

@@ -118,7 +118,7 @@ def bench_command(
     import torch
 
     from labsupport.distributed import ring_programs as programs
-    from labsupport.distributed.ring.attention import LAYOUTS
+    from labsupport.distributed.ring.attention import SHARD_LAYOUTS
     from labsupport.distributed.ring.kernels import KERNELS
     from labsupport.profiling.provenance import command_line
     from labsupport.profiling.runs import check_run_name, list_runs, save_run
@@ -129,7 +129,7 @@ def bench_command(
     names = listed(implementations, str) if implementations else list(usual)
     kernels = [*(kernel.name for kernel in KERNELS), *programs.CONTEXT_PARALLEL]
     _check_known("implementations", names, kernels)
-    _check_known("layouts", listed(layouts, str), LAYOUTS)
+    _check_known("layouts", listed(layouts, str), SHARD_LAYOUTS)
     _check_known("directions", listed(directions, str), programs.DIRECTIONS)
     _check_known("dtype", dtype and [dtype], programs.MARKS)
     heads = heads or (32 if gpu else 4)

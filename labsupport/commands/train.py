@@ -269,7 +269,7 @@ def train_here(options: TrainOptions) -> None:
     from labsupport.distributed.ring.transport import TOTAL
     from labsupport.profiling.timing import resolve_device
     from labsupport.training import Decoder, StepRow, TrainingDivergedError, memory_limit
-    from labsupport.training.limits import is_out_of_memory
+    from labsupport.training.memory_limit import is_out_of_memory
 
     rank, world, folder = 0, 1, options.folder
     if options.parallel is None:

@@ -26,7 +26,7 @@ from labsupport.distributed.process_group import (
     setup_ddp,
 )
 from labsupport.distributed.ring import last_ring_call, ring_attention, shard_sequence
-from labsupport.distributed.ring.attention import LAYOUTS
+from labsupport.distributed.ring.attention import SHARD_LAYOUTS
 from labsupport.distributed.ring.oracle import errors_of, one_device, whole_ring
 from labsupport.distributed.sequence_parallel import shard_batch, shard_model
 from labsupport.profiling import measure_peak_memory
@@ -73,11 +73,11 @@ def ring_on_ranks(
         return {
             "errors": [
                 {"case": layout, **row}
-                for layout in LAYOUTS
+                for layout in SHARD_LAYOUTS
                 for row in errors_of(whole_ring(info, whole, layout=layout), exact)
             ],
             "losses": _losses(info),
-            "spans": [row for layout in LAYOUTS for row in _spans(info, layout, timed)],
+            "spans": [row for layout in SHARD_LAYOUTS for row in _spans(info, layout, timed)],
             "memory": [_memory(info, length) for length in lengths],
         }
 

@@ -42,8 +42,8 @@ from labsupport.distributed.process_group import (
     setup_ddp,
 )
 from labsupport.distributed.ring import kernels as table
-from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
-from labsupport.distributed.ring.attention import LAYOUTS, last_ring_call, ring_attention
+from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingRun
+from labsupport.distributed.ring.attention import SHARD_LAYOUTS, last_ring_call, ring_attention
 from labsupport.distributed.ring.oracle import errors_of, one_device, whole_ring
 from labsupport.distributed.ring.plan import Message, Plan
 from labsupport.distributed.ring.transport import Ring
@@ -242,7 +242,7 @@ def check(
             say(f"{'':11} {kernel.name:12} {'FAILED' if kernels else '-'}: {reasons}")
             failed += [f"{kernel.name} cannot run here: {reasons}"] if kernels else []
             continue
-        for layout in LAYOUTS:
+        for layout in SHARD_LAYOUTS:
             of, got = f"{layout:11} {kernel.name:12}", list[Tensor]()
             ring = partial(whole_ring, info, whole, layout=layout, kernel=kernel.name)
             if problem := attempt(lambda ring, got: got.extend(ring()), ring, got):
@@ -491,8 +491,8 @@ def silent_ring(layout: str, kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Te
     ring = _Silent()
     plan = Plan.of(ring.size, q.shape[1], causal=True, layout=layout)
     block_kernel = next(entry for entry in table.KERNELS if entry.name == kernel)
-    call = RingCall(ring, plan, block_kernel, q.shape[-1] ** -0.5)
-    return RingAttentionFunction.apply(q, k, v, call)[0]
+    run = RingRun(ring, plan, block_kernel, q.shape[-1] ** -0.5)
+    return RingAttentionFunction.apply(q, k, v, run)[0]
 
 
 class _Silent(Ring):

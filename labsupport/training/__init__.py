@@ -5,7 +5,7 @@ config           the decoder's shape, its options to save memory, the settings o
 decoder          a decoder in GPT-2's or Llama's shape, written to be read (convert: Transformers)
 savings          ways to use less memory: parts at a time, activations in the host's memory
 chunked_loss     a loss that never has all the logits
-limits           a limit on memory
+memory_limit     a limit on memory
 planner/         the peak memory of a step, predicted part by part (measure: and measured)
 train            the training loop: deterministic by step, so that a killed run continues exactly
 checkpoint       a run on disk; history: what each step did
@@ -27,7 +27,7 @@ from labsupport.training.data import (
 )
 from labsupport.training.decoder import Decoder
 from labsupport.training.history import History, StepRow
-from labsupport.training.limits import memory_limit
+from labsupport.training.memory_limit import memory_limit
 from labsupport.training.planner import measure_step, plan_memory, what_fits
 from labsupport.training.tasks.facts import dialogue, records
 from labsupport.training.tokens import ByteTokenizer, gpt2_tokenizer

@@ -24,7 +24,7 @@ from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import format_bytes, parse_bytes
 from labsupport.training.config import DecoderConfig
-from labsupport.training.limits import is_out_of_memory, memory_limit
+from labsupport.training.memory_limit import is_out_of_memory, memory_limit
 from labsupport.training.planner import (
     STRATEGIES,
     MakeModel,

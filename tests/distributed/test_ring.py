@@ -27,7 +27,7 @@ from labsupport.distributed.ring import (
     unshard_sequence,
     zigzag_ring_flash_attn_func,
 )
-from labsupport.distributed.ring.algorithm import RingCall, ring_backward, ring_forward
+from labsupport.distributed.ring.algorithm import RingRun, ring_backward, ring_forward
 from labsupport.distributed.ring.kernels import FLASH_TORCH, KERNELS
 from labsupport.distributed.ring.merge_kernel import launch_merge
 from labsupport.distributed.ring.merging import Total, merge_into
@@ -399,10 +399,10 @@ def diary_of(rank, group, q, k, v):
         FLASH_TORCH, forward=noted(FLASH_TORCH.forward), backward=noted(FLASH_TORCH.backward)
     )
     ring = Watched(group)
-    call = RingCall(ring, Plan.of(ring.size, q.shape[1]), kernel, 1.0)
-    out, lse = ring_forward(call, q, k, v)
+    run = RingRun(ring, Plan.of(ring.size, q.shape[1]), kernel, 1.0)
+    out, lse = ring_forward(run, q, k, v)
     forward = diary.copy()
-    ring_backward(call, out, q, k, v, out, lse)
+    ring_backward(run, out, q, k, v, out, lse)
     return forward, diary[len(forward) :]
 
 

@@ -13,8 +13,8 @@ from labsupport.models.generation import compare, cuda_graph
 from labsupport.models.generation.compare import compare_attention, oracle_logits, prompt_logits
 from labsupport.models.generation.cuda_graph import GraphedDecoder
 from labsupport.models.generation.generate import fastest_cache, generate, prefill_and_decode
+from labsupport.models.generation.memory_sampler import MemorySampler
 from labsupport.models.generation.prompts import Sampler, batch_of, encode
-from labsupport.models.generation.sampler import MemorySampler
 from labsupport.models.integration import register_attention, set_attention
 from tests.attention.cases import needs_interpreter
 from tests.models.tiny import ROWS, TEXTS, lively, own, tiny, words

@@ -21,7 +21,7 @@ from labsupport.models.integration import (
     attention_used,
     set_attention,
 )
-from labsupport.models.integration.masks import describe_mask, visible_pairs
+from labsupport.models.integration.mask_description import describe_mask, visible_pairs
 from tests.models.tiny import padding, tiny, tokens
 
 # Those that compile or interpret take seconds a shape: they get one test of their own.

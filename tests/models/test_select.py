@@ -31,7 +31,7 @@ from labsupport.models.integration import (
     set_attention,
     trace,
 )
-from labsupport.models.integration.masks import MaskDescription
+from labsupport.models.integration.mask_description import MaskDescription
 from labsupport.models.integration.select import VARIABLE, choices, registered_name
 from labsupport.profiling import largest_tensor
 from tests.models.tiny import own, padding, tiny, tokens

@@ -36,7 +36,7 @@ AWKWARD = "Zürich 🦙, 日本語:\n\n\t  x\u0301 \u200d👩\x00 3.14 don't   <
     "name",
     [
         *("training.data", "training.tasks.facts", "training.measure"),
-        *("training.chunked_loss", "training.limits", "training.savings"),
+        *("training.chunked_loss", "training.memory_limit", "training.savings"),
         *("training.planner", "training.tokens", "profiling.units"),
         *("distributed.data_parallel.costs", "distributed.ring.plan"),
         *("distributed.scaling", "profiling.grids"),

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from labsupport.attention.accuracy import GRADIENT_FACTOR, OUTPUT_FACTOR, max_error
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.training.chunked_loss import chunked_cross_entropy, default_chunk
-from labsupport.training.limits import memory_limit
+from labsupport.training.memory_limit import memory_limit
 from labsupport.training.savings import in_chunks
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -216,7 +216,7 @@ def test_bad_input_gets_a_clear_error(change, message):
 # has nothing left), NumPy, oneDNN, attention with its gradient.
 LIMITED = """
 import numpy as np, resource, torch, torch.nn.functional as F
-from labsupport.training.limits import memory_limit, private_bytes
+from labsupport.training.memory_limit import memory_limit, private_bytes
 MIB = 2**20
 torch.set_num_threads(2)
 def soft(): return resource.getrlimit(resource.RLIMIT_DATA)[0]

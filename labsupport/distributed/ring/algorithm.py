@@ -38,7 +38,7 @@ from labsupport.distributed.ring.transport import TOTAL, Pair, Ring
 
 
 @dataclass(frozen=True)
-class RingCall:
+class RingRun:
     """One ring, besides its tensors."""
 
     ring: Ring
@@ -56,17 +56,17 @@ class RingCall:
         return BlockOptions(self.scale, pair.window)
 
 
-def ring_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def ring_forward(run: RingRun, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out (batch, seqlen_local, heads, head_dim) and lse (batch, heads, seqlen_local)."""
     own = k.contiguous(), v.contiguous()
     kv: Pair | None = own  # those that this step computes with
-    total = Total(q, sum(len(call.block_pairs(distance)) for distance in call.plan.route))
-    for step, distance in enumerate(call.plan.route):
-        with _hop(call, step, own, kv) as arriving:
-            for pair in call.block_pairs(distance):
+    total = Total(q, sum(len(run.block_pairs(distance)) for distance in run.plan.route))
+    for step, distance in enumerate(run.plan.route):
+        with _hop(run, step, own, kv) as arriving:
+            for pair in run.block_pairs(distance):
                 assert kv is not None
                 k, v = (x[:, pair.cols] for x in kv)
-                out, lse = call.kernel.forward(q[:, pair.rows], k, v, call.options(pair))
+                out, lse = run.kernel.forward(q[:, pair.rows], k, v, run.options(pair))
                 total.merge(pair.rows, out, lse)
                 del out, lse, k, v
         kv = arriving.get("keys")
@@ -75,25 +75,25 @@ def ring_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def ring_backward(
-    call: RingCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    run: RingRun, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV of this rank's shard, in the dtypes of q, k and v."""
     saved, own = (dout.contiguous(), q, out, lse), (k.contiguous(), v.contiguous())
-    plan, rank = call.plan, call.ring.rank
+    plan, rank = run.plan, run.ring.rank
     kv: Pair | None = own  # those that this step computes with
-    dq = Total(q, sum(len(call.block_pairs(distance)) for distance in plan.route))
+    dq = Total(q, sum(len(run.block_pairs(distance)) for distance in plan.route))
     users = sum(bool(plan.table[other][rank]) for other in range(plan.world_size))
     dkv = [Total(x, len(plan.table[rank][rank]) + users - 1) for x in own]  # of its own keys
     share: Pair | None = None  # of dK and dV of the keys that the step before had
     for step, distance in enumerate((*plan.route, None)):
-        with _hop(call, step, own, kv, backward=True, share=share) as arriving:
-            pairs = [] if distance is None else call.block_pairs(distance)
+        with _hop(run, step, own, kv, backward=True, share=share) as arriving:
+            pairs = [] if distance is None else run.block_pairs(distance)
             first, parts = 0, dkv
             if pairs and distance:
                 shared = plan.shared(rank, plan.owner(rank, distance))
                 first, parts = shared.start, [Total(x[:, shared], len(pairs)) for x in own]
             if kv is not None:
-                _add_gradients(call, pairs, saved, kv, (dq, *parts), first)
+                _add_gradients(run, pairs, saved, kv, (dq, *parts), first)
         share = None
         if pairs and distance:
             share = parts[0].result().contiguous(), parts[1].result().contiguous()
@@ -106,7 +106,7 @@ def ring_backward(
 
 
 def _add_gradients(
-    call: RingCall,
+    run: RingRun,
     pairs: list[BlockPair],
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     kv: Pair,
@@ -123,8 +123,8 @@ def _add_gradients(
     dout, q, out, lse = saved
     for pair in pairs:
         rows, (k, v) = pair.rows, (x[:, pair.cols] for x in kv)
-        gradients = call.kernel.backward(
-            dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows], call.options(pair)
+        gradients = run.kernel.backward(
+            dout[:, rows], q[:, rows], k, v, out[:, rows], lse[:, :, rows], run.options(pair)
         )
         cols = slice(pair.cols.start - first, pair.cols.stop - first)
         for total, where, part in zip(totals, (rows, cols, cols), gradients, strict=True):
@@ -133,7 +133,7 @@ def _add_gradients(
 
 
 def _hop(
-    call: RingCall,
+    run: RingRun,
     step: int,
     own: Pair,
     kv: Pair | None,
@@ -146,7 +146,7 @@ def _hop(
     `kv` are this step's keys and values, which go on. In a backward the gradients follow: `share`
     are those of the step before.
     """
-    plan, rank = call.plan, call.ring.rank
+    plan, rank = run.plan, run.ring.rank
     coming = plan.route[step + 1] if step + 1 < len(plan.route) else 0
     going = own if abs(coming) == 1 else kv  # each direction begins with a rank's own keys
     messages = [m for m in plan.messages[step] if backward or m.what == "keys"]
@@ -157,26 +157,26 @@ def _hop(
             pair = share if gradients else going
             assert pair is not None
             sends.append((message, pair))
-            for traffic in (call.ring.traffic, TOTAL):
+            for traffic in (run.ring.traffic, TOTAL):
                 traffic.count(pair, gradients=gradients)
         if message.receiver == rank:
             cols = plan.shared(message.sender, rank) if gradients else slice(None)
             receives.append((message, (own[0][:, cols], own[1][:, cols])))
-    return call.ring.in_flight(sends, receives) if messages else nullcontext({})
+    return run.ring.in_flight(sends, receives) if messages else nullcontext({})
 
 
 class RingAttentionFunction(torch.autograd.Function):
-    """`RingAttentionFunction.apply(q, k, v, call)`: out and lse; lse is not differentiable.
+    """`RingAttentionFunction.apply(q, k, v, run)`: out and lse; lse is not differentiable.
 
     All ranks must run the backward, or the others wait for the missing one.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: RingRun) -> tuple[Tensor, Tensor]:
         """Run the ring, and save what the backward recomputes P from."""
         with autocast_off(q):
-            out, lse = ring_forward(call, q, k, v)
-        ctx.call = call
+            out, lse = ring_forward(run, q, k, v)
+        ctx.run = run
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -187,4 +187,4 @@ class RingAttentionFunction(torch.autograd.Function):
         """Run the ring again; the gradients follow the keys."""
         q, k, v, out, lse = ctx.saved_tensors
         with autocast_off(q):
-            return *ring_backward(ctx.call, dout, q, k, v, out, lse), None
+            return *ring_backward(ctx.run, dout, q, k, v, out, lse), None

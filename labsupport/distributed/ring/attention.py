@@ -24,12 +24,12 @@ from labsupport.attention.inputs import (
     check_window,
 )
 from labsupport.distributed.process_group import all_gather_object
-from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
+from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingRun
 from labsupport.distributed.ring.kernels import choose
 from labsupport.distributed.ring.plan import Plan
 from labsupport.distributed.ring.transport import TRANSPORTS, Ring, Traffic
 
-LAYOUTS = ("contiguous", "zigzag")  # that `shard_sequence` cuts
+SHARD_LAYOUTS = ("contiguous", "zigzag")  # that `shard_sequence` cuts
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,16 +147,14 @@ def ring_attention(
         for name in switches:
             check_switch(name, getattr(chosen, name))
         check_switch("return_lse (return_attn_probs)", return_lse)
-        call, request, refused = _prepared(q, k, v, chosen)
-    if chosen.check_ranks and call.ring.size > 1:
-        _validate_across_ranks(call, request, chosen.transport)
-    transport, why_not = call.ring.connect(chosen.transport, (k, v), call.plan.slots)
+        run, call, refused = _prepared(q, k, v, chosen)
+    if chosen.check_ranks and run.ring.size > 1:
+        _validate_across_ranks(run, call, chosen.transport)
+    transport, why_not = run.ring.connect(chosen.transport, (k, v), run.plan.slots)
     refused = refused | ({"copy_engines": (why_not,)} if why_not else {})
-    slot_bytes = call.plan.slots * call.ring.slot_bytes
-    _last = RingReport(
-        call.kernel.name, refused, call.plan, call.ring.traffic, transport, slot_bytes
-    )
-    out, lse = RingAttentionFunction.apply(request.q, k, v, call)
+    slot_bytes = run.plan.slots * run.ring.slot_bytes
+    _last = RingReport(run.kernel.name, refused, run.plan, run.ring.traffic, transport, slot_bytes)
+    out, lse = RingAttentionFunction.apply(call.q, k, v, run)
     return (out, lse) if return_lse else out
 
 
@@ -175,7 +173,7 @@ def refused_by_all(options: dict[str, Any]) -> Iterator[None]:
 
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, options: RingOptions
-) -> tuple[RingCall, AttentionCall, dict[str, tuple[str, ...]]]:
+) -> tuple[RingRun, AttentionCall, dict[str, tuple[str, ...]]]:
     """Checked arguments, without asking the other ranks; raises what this rank refuses."""
     check_model_layout(q, k, v)
     check_window(options.window_size)
@@ -208,36 +206,36 @@ def _prepared(
     )
     # To the plan, a window that covers the whole sequence is none.
     window = (-1 if plan.left is None else plan.left, -1 if plan.right is None else plan.right)
-    request = AttentionCall(
+    call = AttentionCall(
         q, k, v, plan.right == 0, options.softmax_scale, window, return_lse=True
     ).with_positive_scale()
     ordered = options.deterministic and q.is_cuda
     name = "flash_triton" if ordered and options.kernel == "auto" else options.kernel
-    kernel, refused = choose(name, request)
+    kernel, refused = choose(name, call)
     if ordered and name not in ("flash_triton", "flash_torch"):
         raise AttentionInputError(
             f"deterministic=True: {name} adds up in any order. Leave kernel out, or ask for "
             "flash_triton."
         )
-    return RingCall(ring, plan, kernel, request.scale), request, refused
+    return RingRun(ring, plan, kernel, call.scale), call, refused
 
 
-def _validate_across_ranks(call: RingCall, request: AttentionCall, transport: str) -> None:
+def _validate_across_ranks(run: RingRun, call: AttentionCall, transport: str) -> None:
     """Raise AttentionInputError, on all ranks, if one of them does something else or refuses."""
-    plan = call.plan
+    plan = run.plan
     local = {
-        **dict(zip(("batch", "seqlen_local", "heads", "head_dim"), request.q.shape, strict=True)),
-        "kv_heads": request.kv_heads,
-        "dtype": request.q.dtype,
-        "device": request.q.device.type,
+        **dict(zip(("batch", "seqlen_local", "heads", "head_dim"), call.q.shape, strict=True)),
+        "kv_heads": call.kv_heads,
+        "dtype": call.q.dtype,
+        "device": call.q.device.type,
         "window": (plan.left, plan.right),
         "layout": plan.layout,
-        "softmax_scale": call.scale,
-        "kernel": call.kernel.name,
+        "softmax_scale": run.scale,
+        "kernel": run.kernel.name,
         "transport": transport,
-        "gradients wanted": request.needs_grad,
+        "gradients wanted": call.needs_grad,
     }
-    by_rank = all_gather_object(local, call.ring.group)
+    by_rank = all_gather_object(local, run.ring.group)
     for rank, there in enumerate(by_rank):
         if isinstance(there, str):
             raise AttentionInputError(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from labsupport.attention.kernels import mode
 from labsupport.models.generation.cuda_graph import GraphedDecoder
+from labsupport.models.generation.memory_sampler import MemorySampler
 from labsupport.models.generation.prompts import (
     Batch,
     Decoded,
@@ -32,7 +33,6 @@ from labsupport.models.generation.prompts import (
     cut,
     encode,
 )
-from labsupport.models.generation.sampler import MemorySampler
 from labsupport.models.generation.steps import LlamaStep
 from labsupport.models.integration.trace import Used, UsedTable, attention_used
 from labsupport.profiling.timing import now

@@ -29,7 +29,7 @@ from labsupport.attention import (
     flash_attention,
     last_call,
 )
-from labsupport.models.integration.masks import (
+from labsupport.models.integration.mask_description import (
     NO_WEIGHTS,
     AttentionRefusedError,
     MaskDescription,

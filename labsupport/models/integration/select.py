@@ -33,7 +33,7 @@ from labsupport.models.integration.functions import (
     layer_function,
     outside_graphs,
 )
-from labsupport.models.integration.masks import (
+from labsupport.models.integration.mask_description import (
     AttentionRefusedError,
     MaskDescription,
     begins_by_positions,
