@@ -11,33 +11,28 @@ import contextlib
 import io
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from grader.grade.submissions import printable
 from grader.remote.session import Session, SessionDied, SessionTimeout
 from labsupport import checks
 from labsupport.attention.flash_torch import flash_attention_forward
 from labsupport.checks.errors import CheckFailed
-from labsupport.checks.ex_1_3_online_softmax import require_maximum
 from labsupport.checks.ex_1_4_tiled_forward import NAMES as FORWARD_NAMES
 from labsupport.checks.ex_1_5_backward import NAMES as BACKWARD_NAMES
-from labsupport.checks.ex_3_2_chunked_loss import require_gradients
 from labsupport.checks.verdict import call, judge, passed, unpack
 from labsupport.profiling.units import format_bytes
 
 MIB = 2**20
-BLOCK, LENGTH = 512, 8192
-TILES = 48 * MIB  # more than any number of 512 x 512 tiles that a solution has names for
-# What was called, for the message; most bytes; draws inputs, and returns the call.
-Look = tuple[str, int, Callable[[], Callable[[], object]]]
+# 8192 x 8192 scores are 256 MiB, a mask of them 64; Q, K, V and O 2; 512 x 512 tiles 1 each.
+BLOCK, LENGTH, MOST = 512, 8192, 48 * MIB
 
 
 class NotWatchedError(Exception):
@@ -49,25 +44,19 @@ def judges(session: Session) -> dict[str, Callable[..., None]]:
 
     def check(name: str, student: Any, **options: Any) -> None:
         getattr(checks, name)(student, **options)
-        looks, seen = JUDGES[name]
-        for look in looks(student):
-            _limit(session, *look)
-        passed(f"{seen}, seen from outside")
+        prepare = JUDGES[name]
+        prepare(student, 600)()
+        ask = prepare(student, LENGTH)
+        session.compute("library", ("grader.remote.worker", "tidy"), (), {})
+        if (taken := extra_memory(session.pid, ask)) > MOST:
+            raise CheckFailed(
+                f"for seqlen {LENGTH:,}, head_dim 16, blocks of {BLOCK} the process took "
+                f"{format_bytes(taken)} more than before, seen from outside; {format_bytes(MOST)} "
+                "are enough without a matrix of scores."
+            )
+        passed("no matrix of scores: little memory, seen from outside")
 
     return {name: partial(check, name) for name in JUDGES}
-
-
-def _limit(
-    session: Session, what: str, most: int, prepare: Callable[[], Callable[[], object]]
-) -> None:
-    """Refuse a call during which the sandbox takes more than `most` bytes."""
-    ask = prepare()
-    session.compute("library", ("grader.remote.worker", "tidy"), (), {})
-    if (taken := extra_memory(session.pid, ask)) > most:
-        raise CheckFailed(
-            f"{what} the process took {format_bytes(taken)} more than before, seen from outside; "
-            f"{format_bytes(most)} are enough without it."
-        )
 
 
 def extra_memory(pid: int, ask: Callable[[], object]) -> int:
@@ -93,126 +82,38 @@ def _bytes(file: Path, name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 
-def _running_streams(student: Any) -> Iterator[Look]:
-    # A whole row's exponentials take as much as the scores; one block's next to nothing. There is
-    # one row, so that looking at row after row is no way around.
-    call(student, torch.randn(2, 60), 10)
-    n, block = 2**23, 2**15
+def _forward(student: Any, n: int) -> Callable[[], None]:
+    q, k, v = torch.randn(3, 1, n, 16)
 
-    def stream(scores: Tensor) -> None:
-        require_maximum(call(student, scores, block), scores)
+    def forward() -> None:
+        out, _ = unpack(call(student, q, k, v, False, BLOCK, BLOCK), FORWARD_NAMES)
+        rows = torch.randint(n, (8,))
+        weights = (q[:, rows] @ k.mT / 4).softmax(-1)
+        judge("out (some rows)", _like(out, q)[:, rows], weights @ v, allowed=1e-3)
 
-    what = f"with a row of {n:,} scores ({format_bytes(4 * n)}) and blocks of {block:,}"
-    # What arrives takes as much twice for a moment; a whole row's differences and exponentials make
-    # it three times.
-    yield what, int(2.5 * 4 * n), lambda: partial(stream, torch.randn(1, n))
+    return forward
 
 
-def _no_matrix(prepare: Callable[[int, bool], Callable[[], object]]) -> Iterator[Look]:
-    # 8192 x 8192 scores are 256 MiB, a mask of them 64; Q, K, V and O 2.
-    prepare(600, True)()
-    for is_causal in (False, True):
-        what = f"for seqlen {LENGTH:,}, head_dim 16, is_causal={is_causal}, blocks of {BLOCK}"
-        yield what, TILES, partial(prepare, LENGTH, is_causal)
+def _backward(student: Any, n: int) -> Callable[[], None]:
+    # Copies: a process that says it changed its arguments must not reach the next student's.
+    q, k, v, out, lse = (one.clone() for one in _forward_results(n))
+    dout = torch.randn_like(q)
 
+    def backward() -> None:
+        result = call(student, dout, q, k, v, out, lse, False, BLOCK, BLOCK)
+        rows = torch.randint(n, (8,))
+        columns = (q @ k[:, rows].mT / 4 - lse[..., None]).exp()
+        given = _like(unpack(result, BACKWARD_NAMES)[2], k)[:, rows]
+        judge("dv (some rows)", given, columns.mT @ dout, allowed=1e-3)
 
-def _forward_memory(student: Any) -> Iterator[Look]:
-    def forward(is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
-        out, _ = unpack(call(student, q, k, v, is_causal, BLOCK, BLOCK), FORWARD_NAMES)
-        if not is_causal:
-            rows = torch.randint(q.shape[-2], (8,))
-            weights = (q[:, rows] @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-            judge("out (some rows)", _like(out, q)[:, rows], weights @ v, allowed=1e-3)
-
-    return _no_matrix(lambda n, is_causal: partial(forward, is_causal, *torch.randn(3, 1, n, 16)))
-
-
-def _backward_memory(student: Any) -> Iterator[Look]:
-    def backward(is_causal: bool, *given: Tensor) -> None:
-        result = call(student, *given, is_causal, BLOCK, BLOCK)
-        _, _, dv = unpack(result, BACKWARD_NAMES)
-        if not is_causal:
-            dout, q, k, _, _, lse = given
-            rows = torch.randint(k.shape[-2], (8,))
-            columns = (q @ k[:, rows].mT / q.shape[-1] ** 0.5 - lse[..., None]).exp()
-            judge("dv (some rows)", _like(dv, k)[:, rows], columns.mT @ dout, allowed=1e-3)
-
-    def prepare(n: int, is_causal: bool) -> Callable[[], None]:
-        # Copies: a process that says it changed its arguments must not reach the next student's.
-        given = [one.clone() for one in _forward_results(n, is_causal)]
-        return partial(backward, is_causal, torch.randn_like(given[0]), *given)
-
-    return _no_matrix(prepare)
+    return backward
 
 
 @lru_cache(maxsize=4)
-def _forward_results(n: int, is_causal: bool) -> tuple[Tensor, ...]:
+def _forward_results(n: int) -> tuple[Tensor, ...]:
     """Compute q, k, v, out, lse."""
     q, k, v = torch.randn(3, 1, n, 16, generator=torch.Generator().manual_seed(n))
-    return q, k, v, *flash_attention_forward(q, k, v, is_causal, block_q=512, block_k=512)
-
-
-def _loss_memory(student: Any) -> Iterator[Look]:
-    """All the logits are 128 MiB, a chunk's 2 MiB."""
-    tokens, vocab, chunk = 4096, 8192, 64
-
-    def step(count: int) -> None:
-        leaves = [torch.randn(n, 16, requires_grad=True) for n in (count, vocab)]
-        loss = call(student.apply, *leaves, torch.randint(vocab, (count,)), chunk)
-        if not isinstance(loss, Tensor) or loss.grad_fn is None:
-            raise CheckFailed("the loss does not know that it depends on hidden and weight.")
-        loss.backward()
-        require_gradients([leaf.grad for leaf in leaves])
-
-    step(chunk)
-    what = f"for {tokens:,} tokens, a vocabulary of {vocab:,} and chunk {chunk}"
-    yield what, tokens * vocab * 4 // 2, lambda: partial(step, tokens)
-
-
-def _registered_memory(student: Any) -> Iterator[Look]:
-    """Scores of 8 heads of 2048 x 2048 are 128 MiB; keys and values for 4 heads 64 MiB."""
-
-    def registered(is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
-        layer: Any = nn.Module().eval()
-        layer.is_causal, layer.layer_idx = is_causal, 0
-        result = call(student, layer, q, k, v, None)
-        out = result[0] if isinstance(result, tuple | list) and result else result
-        if not isinstance(out, Tensor):
-            raise CheckFailed("the first value that came back is no tensor.")
-        if not is_causal:
-            rows = torch.randint(q.shape[-2], (4,))
-            right = F.scaled_dot_product_attention(q[..., rows, :], k, v, enable_gqa=True)
-            given = _like(out, q.transpose(1, 2))[:, rows]
-            judge("out (some rows)", given, right.transpose(1, 2), allowed=1e-3)
-
-    def prepare(n_q: int, n_k: int, kv_heads: int, is_causal: bool) -> Callable[[], None]:
-        sizes = (n_q, 4), (n_k, kv_heads), (n_k, kv_heads)
-        return partial(
-            registered, is_causal, *(torch.randn(2, n, h, 16).transpose(1, 2) for n, h in sizes)
-        )
-
-    for n_q, n_k, kv_heads, is_causal, most in (
-        (2048, 2048, 4, False, 64 * MIB),
-        (4, 2**16, 1, False, 48 * MIB),
-    ):
-        prepare(4, 64, kv_heads, is_causal)()
-        what = f"for {n_q:,} queries in 4 heads, {n_k:,} keys in {kv_heads}, is_causal={is_causal}"
-        yield what, most, partial(prepare, n_q, n_k, kv_heads, is_causal)
-
-
-def _merge_all(student: Any) -> Iterator[Look]:
-    """A stream of 160 MiB, which arrives over there part by part."""
-    count, rows = 40, 2**15
-
-    def coming(rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        part = torch.randn(rows, 32)
-        for _ in range(count):
-            yield part, torch.randn(rows)
-
-    call(student, coming(8))
-    each = rows * 33 * 4
-    what = f"while {count} parts of {format_bytes(each)} came one at a time"
-    yield what, count * each // 2, lambda: lambda: call(student, coming(rows))
+    return q, k, v, *flash_attention_forward(q, k, v, False, block_q=512, block_k=512)
 
 
 def _like(result: Tensor, right: Tensor) -> Tensor:
@@ -222,16 +123,8 @@ def _like(result: Tensor, right: Tensor) -> Tensor:
     return result
 
 
-_SCORES = "no matrix of scores: little memory"
-# By a check's name: what to look at after it, and what it says when all is well.
-JUDGES: dict[str, tuple[Callable[[Any], Iterator[Look]], str]] = {
-    "check_running_streams": (_running_streams, "no exponentials of whole rows"),
-    "check_forward_memory": (_forward_memory, _SCORES),
-    "check_backward_memory": (_backward_memory, _SCORES),
-    "check_loss_memory": (_loss_memory, "never all the logits"),
-    "check_registered_memory": (_registered_memory, "no matrix of scores, and no repeated keys"),
-    "check_merge_all": (_merge_all, "never all the parts"),
-}
+# By a check's name: what draws inputs of a length, and returns the call that is looked at after it.
+JUDGES = {"check_forward_memory": _forward, "check_backward_memory": _backward}
 
 
 MAX_MESSAGE = 4000

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -150,6 +150,42 @@ class Watch:
             return
         if name and by_student(sys._getframe(1), whole=False):
             self.notes.add(f"reads {name}")
+
+
+@cache
+def _codes(name: str) -> dict[str, CodeType]:
+    """Return the code of the functions in the source of a module of the lab's."""
+    file = Path(_LAB).parent.joinpath(*name.split(".")).with_suffix(".py")
+    found: dict[str, CodeType] = {}
+    left = (
+        [compile(file.read_bytes(), str(file), "exec", dont_inherit=True)] if file.exists() else []
+    )
+    for code in left:
+        left += [one for one in code.co_consts if isinstance(one, CodeType)]
+        if "<" not in code.co_qualname:
+            found[code.co_qualname] = code
+    return found
+
+
+def changed(module: str) -> Iterator[str]:
+    """Yield the functions, of a lab module and of those it uses, that are not its own any more.
+
+    A harness, or a check's watch, runs in the student's process: who changes it gets a note.
+    """
+    names = {getattr(one, "__module__", None) for one in vars(sys.modules[module]).values()}
+    for name in {module, *(one for one in names if str(one).startswith("labsupport."))}:
+        if answer_in(f"{_LAB}/{str(name).partition('.')[2].replace('.', '/')}.py"):
+            continue  # the watch itself has changed it
+        for place, code in _codes(str(name)).items():
+            live: Any = sys.modules.get(str(name))
+            for part in place.split("."):
+                live = inspect.getattr_static(live, part, None)
+            for inner in ("__func__", "fget", "func"):  # of methods, properties, cached ones
+                live = getattr(live, inner, live)
+            is_function = code.co_flags & inspect.CO_OPTIMIZED  # and no class's body
+            live = inspect.unwrap(live) if callable(live) else live
+            if is_function and getattr(live, "__code__", None) != code:
+                yield f"{name}.{place}"
 
 
 class Leaving(TorchFunctionMode):

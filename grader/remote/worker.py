@@ -44,7 +44,7 @@ from grader.remote.values import (
     tensors_in,
     unpack,
 )
-from grader.remote.watch import Leaving, Watch
+from grader.remote.watch import Leaving, Watch, changed
 
 # Nothing is compiled here, and to import the compiler, as dispatch modes do, takes a second.
 _same: Any = lambda function=None, recursive=True: function or _same  # noqa: E731
@@ -185,24 +185,28 @@ class _Worker:
 
     def do_library(self, request: Any) -> dict[str, Any]:
         module, name = request["target"]
-        return self.run(request, getattr(importlib.import_module(module), name), student=False)
+        function = getattr(importlib.import_module(module), name)
+        return self.run(request, function, module, student=False)
 
     def do_call(self, request: Any) -> dict[str, Any]:
         return self.run(request, self.find(request["target"]), student=True)
 
-    def run(self, request: Any, function: Any, *, student: bool) -> dict[str, Any]:
+    def run(self, request: Any, function: Any, *modules: str, student: bool) -> dict[str, Any]:
         """Call a function; note calls of the lab's answers, and which argument it changed."""
         args, kwargs = request["args"], request["kwargs"]
         self.leaves, given = list(tensors_in((args, kwargs))), [*args, *kwargs.values()]
         before = [_digest(one) for one in given]
         with _watched(request, self.watch.notes) as modes, self.watch.calls(student=student):
             result = function(*args, **kwargs)
-        changed = [i for i, one in enumerate(given, 1) if _digest(one) != before[i - 1]]
+        for module in {*modules, *(m for m, _ in request["modes"])}:
+            if module.startswith("labsupport."):
+                self.watch.notes |= {f"has changed {one}" for one in changed(module)}
+        spoilt = [i for i, one in enumerate(given, 1) if _digest(one) != before[i - 1]]
         wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
         outputs = [one for one in tensors_in(result) if one.requires_grad]
         if outputs and wanted:
             self.graphs[request["id"]] = outputs, wanted
-        reply = {"value": result, "changed": changed[:1], "modes": _seen(modes)}
+        reply = {"value": result, "changed": spoilt[:1], "modes": _seen(modes)}
         return reply | {"graph": bool(wanted)}
 
     def refer(self, value: Any) -> Any:

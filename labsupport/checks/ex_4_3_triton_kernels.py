@@ -43,6 +43,10 @@ from labsupport.checks.verdict import (
 
 BLOCK, HEAD_DIM, LOG2_E = 16, 16, math.log2(math.e)
 NAMES = ("out", "lse")
+BUILTINS = {
+    *("abs", "bool", "enumerate", "float", "int", "len", "max", "min", "print", "range", "sum"),
+    *("tuple", "zip"),
+}
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 # Triton's language on tensors, as far as `update` uses it.
@@ -251,22 +255,24 @@ def _no_kernel(kernel: Any) -> str:
         return f"{name} is no kernel function: put @triton.jit on the line above it."
     if "raise NotImplementedError" in inspect.getsource(function):
         return f"{name} is not written yet: replace `raise NotImplementedError`."
-    loads = [i for i in dis.get_instructions(function) if i.opname in ("LOAD_GLOBAL", "LOAD_ATTR")]
-    for used, is_global in {(i.argval, i.opname == "LOAD_GLOBAL") for i in loads}:
-        value = function.__globals__.get(used) if is_global else None
-        module = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+    used: dict[str, Any] = {f"{one!r}": one for one in function.__defaults__ or ()}
+    for line in dis.get_instructions(function):
+        if line.opname == "LOAD_GLOBAL":
+            used[line.argval] = function.__globals__.get(
+                line.argval, line.argval in BUILTINS or len
+            )
+        elif line.opname in ("IMPORT_NAME", "MAKE_FUNCTION", "LOAD_DEREF") or (
+            line.opname == "LOAD_ATTR" and line.argval in ("handle", "data", "__globals__")
+        ):
+            used[str(line.argval or "a function of its own")] = len
+    for what, value in used.items():
         if type(value) is type(kernel):
             if value is not kernel and (reason := _no_kernel(value)):
                 return reason
-        elif (
-            used in ("handle", "data")
-            or used.startswith("__")
-            or (
-                (callable(value) or inspect.ismodule(value))
-                and not str(module).startswith("triton")
-            )
-        ):
-            return f"{name} uses `{used}`, which is not Triton's: a GPU's compiler refuses it."
+        elif not isinstance(value, int | float | str | None):
+            of = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+            if not {str(of).split(".")[0], type(value).__module__.split(".")[0]} & {"triton"}:
+                return f"{name} uses `{what}`, which is not Triton's: a GPU's compiler refuses it."
     return ""
 
 

@@ -134,13 +134,17 @@ def test_a_store_without_a_mask_is_noticed(kernels):
         ("tl.store(OUT, X.handle)", "uses `handle`"),
         ("helper(X)", "uses `helper`"),
         ("hidden(X)", "uses `np`"),
+        ("getattr(X, 'han' + 'dle')", "uses `getattr`"),
+        ("import numpy", "uses `numpy`"),
+        ("TABLE[0](X)", "uses `TABLE`"),
+        ("(lambda: X)()", "is not Triton's"),
         ("raise NotImplementedError", "not written yet"),
     ],
 )
 def test_nothing_but_triton_can_do_the_kernels_work(body, said, kernels):
     source = (
         "import numpy as np\ndef helper(x): return np.exp(x)\n"
-        "@triton.jit\ndef hidden(x): return np.exp(x)\n"
+        "TABLE = [np.exp]\n@triton.jit\ndef hidden(x): return np.exp(x)\n"
         f"{'@triton.jit' if body else ''}\ndef flash_kernel(X, OUT):\n    "
     )
     student = kernels(source=source + (body or "pass")).flash_kernel
