@@ -11,7 +11,7 @@ import contextlib
 import io
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,30 +83,41 @@ def _bytes(file: Path, name: str) -> int:
 
 
 def _forward(student: Any, n: int) -> Callable[[], None]:
-    q, k, v = torch.randn(3, 1, n, 16)
-
-    def forward() -> None:
-        out, _ = unpack(call(student, q, k, v, False, BLOCK, BLOCK), FORWARD_NAMES)
-        rows = torch.randint(n, (8,))
-        weights = (q[:, rows] @ k.mT / 4).softmax(-1)
-        judge("out (some rows)", _like(out, q)[:, rows], weights @ v, allowed=1e-3)
-
-    return forward
+    return _rows_alike(student, n, *torch.randn(3, 1, n, 16), names=FORWARD_NAMES, by_rows=1)
 
 
 def _backward(student: Any, n: int) -> Callable[[], None]:
-    # Copies: a process that says it changed its arguments must not reach the next student's.
-    q, k, v, out, lse = (one.clone() for one in _forward_results(n))
-    dout = torch.randn_like(q)
+    q, k, v, out, lse = _forward_results(n)
+    given = (torch.randn_like(q), q, out, lse[..., None], k, v)
 
-    def backward() -> None:
-        result = call(student, dout, q, k, v, out, lse, False, BLOCK, BLOCK)
-        rows = torch.randint(n, (8,))
-        columns = (q @ k[:, rows].mT / 4 - lse[..., None]).exp()
-        given = _like(unpack(result, BACKWARD_NAMES)[2], k)[:, rows]
-        judge("dv (some rows)", given, columns.mT @ dout, allowed=1e-3)
+    def ordered(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, *kv_and_more: Any) -> Any:
+        return student(dout, q, *kv_and_more[:2], out, lse[..., 0], *kv_and_more[2:])
 
-    return backward
+    return _rows_alike(ordered, n, *given, names=BACKWARD_NAMES, by_rows=4)
+
+
+def _rows_alike(
+    student: Any, n: int, *given: Tensor, names: Sequence[str], by_rows: int
+) -> Callable[[], None]:
+    """Return a call for n queries; of some it must give what one for these queries alone gives.
+
+    So it is no matter whether that is right, which other checks judge. The first `by_rows` of the
+    tensors have rows for queries, and so has the first result.
+    """
+    rows = torch.randint(n, (8,))
+    some = [x[:, rows] if i < by_rows else x for i, x in enumerate(given)]
+
+    def ask() -> None:
+        # Copies: a process that says it changed its arguments must not reach the next student's.
+        copies = [x.clone() for x in given]
+        first = [
+            unpack(call(student, *one, False, BLOCK, BLOCK), names)[0] for one in (copies, some)
+        ]
+        if first[0].shape != given[0].shape:
+            raise CheckFailed(f"{tuple(given[0].shape)} was expected, not {tuple(first[0].shape)}.")
+        judge(f"{names[0]} (some rows)", first[0][:, rows], first[1], allowed=1e-3)
+
+    return ask
 
 
 @lru_cache(maxsize=4)
@@ -114,13 +125,6 @@ def _forward_results(n: int) -> tuple[Tensor, ...]:
     """Compute q, k, v, out, lse."""
     q, k, v = torch.randn(3, 1, n, 16, generator=torch.Generator().manual_seed(n))
     return q, k, v, *flash_attention_forward(q, k, v, False, block_q=512, block_k=512)
-
-
-def _like(result: Tensor, right: Tensor) -> Tensor:
-    """Return a result whose rows can be taken; refuse a wrong shape."""
-    if result.shape != right.shape:
-        raise CheckFailed(f"{tuple(right.shape)} was expected, not {tuple(result.shape)}.")
-    return result
 
 
 # By a check's name: what draws inputs of a length, and returns the call that is looked at after it.

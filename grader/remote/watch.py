@@ -89,6 +89,14 @@ class Watch:
         self.on, self.student = False, False  # a call is judged; of a function of the student's
         self.seen: set[str] = set()  # modules
         sys.addaudithook(self._audit)
+        unwatched: Any = torch._C.DisableTorchFunction
+
+        def noted() -> Any:
+            if by_student(sys._getframe(1), whole=False):
+                self.notes.add(f"{TAKES} a context that no watch sees")
+            return unwatched()
+
+        torch._C.DisableTorchFunction = noted  # type: ignore[misc, assignment]
 
     def taken(self) -> list[str]:
         """Return the notes since the last time, at most 20 of them."""

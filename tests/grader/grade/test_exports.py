@@ -2,6 +2,8 @@
 
 import csv
 import io
+import re
+import unicodedata
 import zipfile
 
 import pytest
@@ -34,6 +36,50 @@ GRADEBOOK = (
     '"Lovelace, Ada",123,s1,ada,A,,\n"Turing, Alan",125,s2,alan,A,,\n'
     '"Gödel, Kurt",129,s3,kurt,B,,\n'
 )
+
+
+# Names in letters with marks of their own, as one system composes them and another does not.
+NAMES = ("José Ñuñez", "देवी कुमार", "กิตติชัย ใจดี", "王小明", "Þórður Ægisson")
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("system", ["Moodle", "Canvas"])
+def test_names_in_all_letters_find_their_rows_and_go_back(graded, system, form):
+    people = dict(enumerate(NAMES, 4721))
+    if system == "Moodle":
+        files = {
+            f"{name}_{n}_assignsubmission_file/01-Powers.ipynb": n for n, name in people.items()
+        }
+        students = (
+            WORKSHEET.split("\n")[0]
+            + "\n"
+            + "".join(
+                f"Participant {n},{name},a@example.org,-,,100.00,Yes,-,-,\n"
+                for n, name in people.items()
+            )
+        )
+    else:
+        files = {f"{name.replace(' ', '').lower()}_{n}_9{n}_01-Powers.ipynb": n
+                 for n, name in people.items()}  # fmt: skip
+        students = (
+            GRADEBOOK.split("\n")[0]
+            + "\n"
+            + "".join(f"{name},{n},s{n},l{n},A,,\n" for n, name in people.items())
+        )
+    other = {"NFC": "NFD", "NFD": "NFC"}[form]
+    files = {unicodedata.normalize(form, name): "good" for name in files}
+    (header, *rows), feedback = graded(files, unicodedata.normalize(other, students), "0")
+    rows = [dict(zip(header, row, strict=True)) for row in rows]
+    names = [row.get("Full name") or row["Student"] for row in rows]
+    assert [name for name in names if "Points" not in name] == list(NAMES)
+    numbers = [re.search(r"_(\d{4})_", name)[1] for name in feedback.namelist()]
+    assert sorted(numbers) == [str(n) for n in people]
+    assert b"unknown" not in feedback.read(feedback.namelist()[0])
+
+
+def test_a_file_that_no_system_named_gets_no_row_of_its_number(graded):
+    rows, _ = graded({**CANVAS, "ada_125.ipynb": "good"}, GRADEBOOK, "0")
+    assert [row[1] for row in rows[2:]] == ["123", "125", "129", "126"]
 
 
 # A broken notebook needs no kernel.

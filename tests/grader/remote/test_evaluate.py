@@ -137,16 +137,40 @@ def test_no_harness_of_a_students_own_is_believed():
             assert evaluate_check(source, needed(source), session, seed=3).status == "failed", name
 
 
+CHANGED = """
+import labsupport.checks.ex_2_6_cache as lab
+class KVCache: pass
+def replayed(cache, pieces):
+    held = [pieces[0]]
+    for k, v in pieces[1:]:
+        held.append((torch.cat([held[-1][0], k], 2), torch.cat([held[-1][1], v], 2)))
+    return [(k, v, 2 * k.shape[2], False, True) for k, v in held]
+lab.replayed = replayed
+"""
+
+
+@pytest.mark.slow
+def test_a_harness_that_was_changed_is_noted():
+    source = cells("ex-2")["ex-2-6-cache-growth"][0]
+    with students(IMPORTS + CHANGED) as sessions:
+        session = next(sessions)
+        assert evaluate_check(source, ("KVCache",), session, seed=3).status == "passed"
+    assert session.notes[0] == "has changed labsupport.checks.ex_2_6_cache.replayed"
+
+
 @pytest.mark.slow
 def test_numbers_that_leave_pytorch_are_noted_where_operators_are_watched():
     way = """
+def unseen(x):
+    with torch._C.DisableTorchFunction():
+        return x.numpy()
 def running_max_and_sum(scores, block_size):
     x = {}
     m = x.max(-1)
     return torch.tensor(m), torch.tensor(np.exp(x - m[..., None]).sum(-1))
 """
     source = "checks.check_running_streams(running_max_and_sum)"
-    ways = ["scores.numpy()", "np.asarray(scores)", "np.array(scores.tolist())", "scores.numpy()"]
+    ways = ["scores.numpy()", "np.asarray(scores)", "np.array(scores.tolist())", "unseen(scores)"]
     with students(*(IMPORTS + way.format(one) for one in ways)) as sessions:
         for session in sessions:
             evaluate_check(source, ("running_max_and_sum",), session, seed=3)
