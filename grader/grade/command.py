@@ -23,7 +23,6 @@ def grade_command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue an earlier run.")] = False,
     due: Annotated[datetime | None, typer.Option(help="Later files are marked.")] = None,
     late: Annotated[Late, typer.Option(help="Late files count, or are ignored.")] = Late.count,
-    notebook: Annotated[str, typer.Option(help="Only this one, such as 01.")] = "",
     notebooks: Annotated[Path | None, typer.Option(help="The folder of solved ones.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Submissions at a time.")] = Settings.jobs,
     timeout: Annotated[
@@ -54,7 +53,7 @@ def grade_command(
     limits = Settings(cell_timeout, timeout, int(memory * 2**30), jobs, notebooks, unconfined)
     if out.resolve().is_relative_to(submissions.resolve()):
         raise ValueError(f"{out} lies in the folder of submissions; choose another with --out")
-    found = find_submissions(submissions, notebooks=notebooks, due=due, late=late, only=notebook)
+    found = find_submissions(submissions, notebooks=notebooks, due=due, late=late)
     class_list = read_class(students) if students else NO_CLASS
     # So that one student's folder is not taken for a class unnoticed.
     names = sorted({one.student for one in found})

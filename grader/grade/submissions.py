@@ -327,7 +327,6 @@ def find_submissions(
     notebooks: Path | None = None,
     due: datetime | None = None,
     late: Late = Late.count,
-    only: str = "",
 ) -> list[Submission]:
     """Find all that was handed in, by student and notebook.
 
@@ -340,7 +339,6 @@ def find_submissions(
         notebooks: the folder of the solved ones.
         due: later files get a flag "late". Zips of Moodle and Canvas don't tell, so theirs don't.
         late: with "ignore", late files are refused, and an earlier one counts.
-        only: the beginning of a notebook's name, such as "01"; also finds what was refused early.
 
     Raises:
         ValueError: there is no such folder, or no notebook in it.
@@ -359,11 +357,6 @@ def find_submissions(
         found += [_read(file, student, pristine, due, late) for file in theirs]
     if not found:
         raise ValueError(f"there is no notebook (*.ipynb) in {folder}")
-    if only:
-        known = any(name.startswith(only) for name in pristine)
-        found = [one for one in found if known and (one.notebook or only).startswith(only)]
-        if not found:
-            raise ValueError(f"there is no submission of {only} in {folder}")
     return sorted(_newest(found), key=lambda one: (one.student, one.notebook, one.path))
 
 

@@ -317,18 +317,6 @@ def test_a_student_without_a_notebook_is_told_apart_from_nobody(submissions, sol
     ]
 
 
-def test_of_one_notebook_also_those_are_found_whose_file_does_not_tell(submissions, solved_folder):
-    for name in ("joe/01.ipynb", "-rf/02-Others.ipynb"):
-        (submissions / name).parent.mkdir()
-        (submissions / name).touch()
-
-    students = [one.student for one in found(submissions, solved_folder, only="01")]
-
-    assert students == ["-rf", "ada", "joe"]
-    with pytest.raises(ValueError, match="no submission of 02"):
-        found(submissions, solved_folder, only="02")
-
-
 def test_a_folder_without_submissions_is_an_error(tmp_path, solved_folder):
     (tmp_path / "empty").mkdir()
 
