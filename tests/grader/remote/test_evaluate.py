@@ -118,12 +118,12 @@ class ShardedLinear(torch.autograd.Function):
 def ring_backward(dout, q, k, v, out, lse, comm): return q * 0, k * 0, v * 0
 def rehearse_ring(*shards): return checks.ex_3_7_ring_backward.rehearsed_ring(None, *shards)
 """,
-    "ex-4-3-softmax-values": """
-def row_softmax(x, block=1024): return x.softmax(1)
-class softmax_kernel:
-    fn = row_softmax
+    "ex-4-3-flash-values": """
+def my_triton_flash(q, k, v, causal=False, block=64): return attention(q, k, v)
+class flash_kernel:
+    fn = my_triton_flash
     def __class_getitem__(cls, grid):
-        return lambda x, out, *args, **options: out.copy_(x.softmax(1))
+        return lambda q, k, v, out, *args, **options: out.copy_(q)
 """,
 }
 
