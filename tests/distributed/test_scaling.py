@@ -137,7 +137,7 @@ def test_what_does_not_fit_or_exist_is_refused():
     with pytest.raises(ValueError, match="layout 'zigzagg'"):
         ring(layout="zigzagg")
     for wrong in ({"direction": "backwards"}, {"dtype": "fp16"}):
-        with pytest.raises(KeyError):
+        with pytest.raises(ValueError, match=f"no {next(iter(wrong))}"):
             ring(**wrong)
     with pytest.raises(ValueError, match="two chunks of one length"):
         predict_ring(4, 7, **HEADS, single_ms=1)
