@@ -20,10 +20,6 @@ EXERCISES = {
         "check_textbook_mask",
         "check_textbook_values",
     ],
-    "ex_1_2_score_memory": [
-        "check_largest_length",
-        "check_score_bytes",
-    ],
     "ex_1_3_online_softmax": [
         "check_running_extremes",
         "check_running_streams",

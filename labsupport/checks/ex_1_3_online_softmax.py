@@ -37,6 +37,8 @@ def running_max_and_sum(scores: Tensor, block_size: int) -> tuple[Tensor, Tensor
 
 
 MISTAKES = mistakes("""
+All rows share one maximum, that of the whole block: each row has its own, amax(-1).
+    block.amax(-1) -> block.max()
 It is the maximum of the last block alone.
     torch.maximum(m, block.amax(-1)) -> block.amax(-1)
 After a hidden block m goes on as 0, which is wrong when later scores are negative. Subtract 0 there,
@@ -101,7 +103,13 @@ def check_running_extremes(student: Student, seed: int = 0) -> None:
         "a hidden first block, then scores far below zero": torch.cat([hidden, -high]),
         "a row that is -inf throughout": torch.full((4,), -torch.inf),
     }.items():
-        _judge(student, scores[None], 2, f"With {what}: ")
+        where = f"With {what}: "
+        m = call(student, scores[None], 2)[0] if scores.isinf().all() else None
+        if isinstance(m, Tensor) and m.isfinite().all():
+            raise CheckFailed(
+                f"{where}m starts at the number {m.max():.4g}, and stays there: start at -inf."
+            )
+        _judge(student, scores[None], 2, where)
     passed("no overflow, no NaN, and an empty row keeps m = -inf, l = 0", seed)
 
 

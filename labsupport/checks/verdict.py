@@ -15,6 +15,7 @@ import linecache
 import math
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -49,6 +50,8 @@ NOT_THEIRS = (
 )
 
 
+SECONDS = 3.0  # of CPU time, for a diagnosis by two mistakes
+PLURAL = ("weights", "positions", "chunks", "gradients")
 _TWO = "There may be two mistakes"
 _TRITON = str(Path(torch.__file__).parents[1] / "triton")
 
@@ -113,14 +116,17 @@ def results(
 
     Args:
         solution, mistakes, run: the reference, its edits, and how to get a result.
-        pairs: let every two mistakes together follow.
+        pairs: let every two mistakes together follow, for at most `SECONDS`.
     """
     mistakes = tuple(mistakes)
     for mistake in mistakes:
         wrong = mutant(solution, mistake.edit)
         with suppress(Exception):
             yield mistake.say, run(wrong)
+    end = time.process_time() + SECONDS
     for one, two in itertools.combinations(mistakes, 2) if pairs else ():
+        if time.process_time() > end:
+            return
         with suppress(Exception):  # the second edit may not find its text any more
             wrong = run(mutant(solution, one.edit + two.edit))
             yield f"{_TWO}: {one.say} And: {two.say}", wrong
@@ -224,6 +230,13 @@ def _raised(
         said += "\nKeep the names of the parameters as they are in the exercise's first line."
     elif re.search(r"\.T\b", where) and any(leaf.ndim > 2 for leaf in _leaves(args)):
         said += "\n`.T` reverses all dimensions; `.mT` swaps the last two."
+    elif "without overflow" in str(error) and "Half" in str(error) or "c10::Half" in str(error):
+        said += "\nfloat16 ends at 65,504, and a number like -1e9 is beyond it: use -inf."
+    elif "max(): Expected reduction dim" in str(error):
+        said += (
+            "\nA tensor without entries has no maximum. Compare first, and use any(): "
+            "(x >= limit).any() is False where there are none."
+        )
     elif "must match the size of tensor b" in str(error):
         said += (
             "\nShapes are compared from their last dimension. One number for each row needs a last "
@@ -337,21 +350,24 @@ def judge(
     if fits and _close(result, expected, allowed):
         return
     near, partly = max(allowed, 1e-4), ""
+    are_wrong = "are wrong." if name.endswith(PLURAL) else "is wrong."
     shape = f"has shape {tuple(result.shape)}, but {tuple(expected.shape)} was expected."
     for say, wrong in mistakes:
+        if say.startswith(_TWO) and not result.any():
+            break  # where nothing is computed, two mistakes that leave nothing are no explanation
         wrong = wrong.detach().double()
         if wrong.shape != result.shape or (fits and _close(wrong, expected, allowed)):
             continue  # the second: an edit that changes something else
         if _close(result, wrong, near, relative=1e-4):
-            raise CheckFailed(f"{name} {'is wrong.' if fits else shape} {say}")
-        if fits and not partly:
+            raise CheckFailed(f"{name} {are_wrong if fits else shape} {say}")
+        if fits and not partly and result.any():
             off = ~torch.isclose(result, expected, rtol=0.0, atol=allowed, equal_nan=True)
             explained = off & torch.isclose(result, wrong, rtol=1e-4, atol=near, equal_nan=True)
             if 2 * explained.sum() > off.sum():
                 partly = f"\nPerhaps: {say} (It explains {int(explained.sum())} of these entries.)"
     if not fits:
         raise CheckFailed(f"{name} {shape}")
-    raise CheckFailed(f"{name} is wrong. {_location(result, expected, allowed)}{partly}")
+    raise CheckFailed(f"{name} {are_wrong} {_location(result, expected, allowed)}{partly}")
 
 
 def judge_call(

@@ -9,11 +9,13 @@
 # %% [markdown]
 # # Masks and scores of your own: FlexAttention
 #
-# **Time** about 30 minutes. **You need** notebook 2 up to section 2.6.
-# **Exercise** 2-7, 5 bonus points, beside the 100 of the four notebooks. **Theory** chapter
-# [10, Field guide](../../theory/10-field-guide.md#choose).
+# **Time** about 45 minutes. **You need** notebook 2 up to section 2.6; for exercise 1-8, notebook 1 up to section 1.5.
+# **Exercises** 2-7 and 1-8, 8 bonus points, beside the 100 of the four notebooks. **Theory** chapter
+# [10, Field guide](../../theory/10-field-guide.md#a-mask-that-is-off).
 
 # %%
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -337,6 +339,7 @@ for name, back, rows in (
     compiled(x, x, x, block_mask=tiles)
     print(f"{name}: {len(compilations) - before}")
 
+
 # %% [markdown]
 # A mod's code, and the Python numbers that it captures, are compiled in: another number needs another compilation.
 # (After the second one, PyTorch treats an integer as a variable; a captured `float` was refused with an error in
@@ -344,3 +347,114 @@ for name, back, rows in (
 # again, too. So make a mod once, capture tensors, and keep a block mask as long as the mask is the same: with
 # documents, make one for each batch. On a CPU FlexAttention has no backward pass. Further reading: [chapter
 # 10](../../theory/10-field-guide.md#choose), on when to choose `flex`, and [Dong 2024](../../theory/references.md).
+
+# %% [markdown]
+# ## A mask that leaks
+#
+# The program of notebook 1, section 1.10: each token looks for similar tokens *at least* `gap` places before it, and no
+# other token may see the last one.
+#
+# ![For a gap of 3, token 3 may look at token 0, token 7 at tokens 0 to 4, and the first three tokens at none.](../../theory/figures/gap-mask.png)
+
+
+# %% tags=["nbval-check-output"]
+def recall(x, gap):
+    """For each token, (seqlen, head_dim), what it finds at least `gap` tokens before it."""
+    position = torch.arange(len(x))
+    hidden = position[:, None] - position < gap
+    scores = x @ x.T / math.sqrt(x.shape[-1])
+    weights = (scores + hidden * -10_000.0).softmax(dim=-1)
+    return weights @ x
+
+
+x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+other = x.clone()
+other[-1] = 5.0
+change = (recall(other, 4) - recall(x, 4)).abs()[:-1]
+print(f"largest change of the outputs before the last token: {change.max():.2f}; it must be 0")
+
+
+# %% [markdown]
+# ## Exercise 1-8 · A token sees the future
+# ●●○ · 12 minutes · 3 bonus points
+#
+# Write three functions. Experiment in cells of your own.
+#
+# | function | returns |
+# | --- | --- |
+# | `rows_that_leak(seqlen, gap)` | how many of the `seqlen` tokens have an output that depends on tokens they must not see |
+# | `cause()` | the letter of the cause, such as `"A"` |
+# | `repaired(x, gap)` | what `recall` should return: copy it, and change one line. A token that may see nothing gets zeros |
+#
+# | | possible causes |
+# | --- | --- |
+# | A | the comparison with `gap` is off by one: a token sees one key too many |
+# | B | the softmax runs over the queries, not over the keys |
+# | C | 10,000 is too small: beside a large score a hidden key keeps some weight |
+# | D | where all keys of a row are hidden, all its scores fall by the same amount |
+# | E | near −10,000 float32 has steps of 0.001: the scores are rounded, and hidden keys come back |
+# | F | the mask is transposed: tokens see what comes after them |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# `change.amax(dim=-1)` has a number for each row. Which rows change, and what do they have in common?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Compare the weights of such a row with the softmax of its scores *before* the mask was added. Test each cause:
+# repair only this cause, and see whether the outputs still change.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# rows_that_leak: the rows that have no key at least gap before them
+# repaired:       the same program, but weights are 0 wherever a key is hidden;
+#                 or: hidden scores are -inf, and then NaN in the weights becomes 0
+# ```
+# </details></details></details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-8-fault", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def rows_that_leak(seqlen, gap):
+    """Number of tokens whose output depends on tokens that they must not see."""
+    ### BEGIN SOLUTION
+    return min(gap, seqlen)
+    ### END SOLUTION
+
+
+def repaired(x, gap):
+    """The output that `recall` should return."""
+    ### BEGIN SOLUTION
+    i = torch.arange(len(x))
+    visible = i[:, None] - i >= gap
+    scores = (x @ x.mT / math.sqrt(x.shape[-1])).masked_fill(~visible, -torch.inf)
+    return scores.softmax(dim=-1).nan_to_num() @ x  # NaN: rows without a key
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-8-cause", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def cause():
+    """The letter of the cause."""
+    ### BEGIN SOLUTION
+    return "D"
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-8-cause-letter", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_leak_cause(cause)
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-8-fault-rows", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_leaking_rows(rows_that_leak)
+### BEGIN HIDDEN TESTS
+checks.check_leaking_rows(rows_that_leak, seed=81)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-8-fault-output", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_recall(repaired)
+### BEGIN HIDDEN TESTS
+checks.check_recall(repaired, seed=82)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# A program with this fault passes most tests: its loss goes down, its shapes are right, and only the first few rows
+# are wrong. To find a leak, *change* one input and look at what else changes. This works for any mask and any model.

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # A ring's backward
 #
-# **Time** about 23 minutes. **You need** notebook 3 up to section 3.13, and exercise 1-5.
+# **Time** about 23 minutes. **You need** notebook 3 up to section 3.13, and exercise 1-5 of [backward](backward.ipynb).
 # **Exercise** 3-7, 1 bonus point, beside the 100 of the four notebooks. **Theory** chapter
 # [11, Several devices](../../theory/11-several-devices.md#a-ring-backward).
 
@@ -38,7 +38,7 @@ environment_card()
 #
 # Shards are contiguous, and attention is causal. `ring_backward` gets this rank's shards: `dout`, `q`, `k`, `v`, `out`
 # `(heads, tokens, head_dim)`, and `lse` `(heads, tokens)`, the log-sum-exp $L$ of the *whole* rows. It returns `dq`,
-# `dk` and `dv`, the gradients of this rank's `q`, `k` and `v`. One block contributes as in notebook 1 (section 1.6).
+# `dk` and `dv`, the gradients of this rank's `q`, `k` and `v`. One block contributes as in exercise 1-5.
 # Its scores are $S = QK^\top / \sqrt d$, and $D$ contains the row sums of $dO \circ O$:
 #
 # $$P = e^{S - L}, \quad dS = P \circ (dO\,V^\top - D), \quad dQ \mathrel{+}= dS\,K / \sqrt d, \quad dK \mathrel{+}= dS^\top Q / \sqrt d, \quad dV \mathrel{+}= P^\top dO$$

@@ -36,10 +36,6 @@ CHOICE = (checks.check_choice_limits, checks.check_choice_ties, checks.check_cho
 # grade_id, the solution's functions, and the checks of each that draw inputs
 SOLVED = {
     "ex-1-1-textbook-attention": {"textbook_attention": TEXTBOOK},
-    "ex-1-2-score-memory": {
-        "score_bytes": (checks.check_score_bytes,),
-        "longest_that_fits": (checks.check_largest_length,),
-    },
     "ex-1-3-online-softmax": {"running_max_and_sum": RUNNING},
     "ex-1-4-tiled-forward": {"my_flash_forward": FORWARD},
     "ex-1-5-backward": {"my_flash_backward": BACKWARD},
@@ -209,8 +205,6 @@ def clock(median):
 # An exercise's file, a reference in it, and a table of its mistakes; the checks that name them
 TABLES = {
     ("ex_1_1_textbook_attention", "textbook_attention", "MISTAKES"): TEXTBOOK,
-    ("ex_1_2_score_memory", "score_bytes", "BYTE_MISTAKES"): checks.check_score_bytes,
-    ("ex_1_2_score_memory", "longest_that_fits", "LENGTH_MISTAKES"): checks.check_largest_length,
     ("ex_1_3_online_softmax", "running_max_and_sum", "MISTAKES"): RUNNING,
     ("ex_1_4_tiled_forward", "flash_forward", "MISTAKES"): FORWARD,
     ("ex_1_5_backward", "flash_backward", "MISTAKES"): BACKWARD,

@@ -1,5 +1,6 @@
 """Wrong work outside the tables of mistakes: each gets a message that helps."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,7 +39,7 @@ from tests.checks.test_exercises import (
 from tests.checks.test_right_ways import Recomputes
 
 TEXTBOOKS = mistakes("""
-weights is wrong. A softmax over -inf alone
+weights are wrong. A softmax over -inf alone
     weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0) -> weights
     weights @ v, -> torch.nan_to_num(weights @ v),
 """)
@@ -325,7 +326,7 @@ WHOLE = ("block_q", "seqlen_q", "block_k", "seqlen_k")
     [
         (
             mutant(ex_1_4_tiled_forward.flash_forward, WHOLE),
-            FORWARD,
+            RIGHT[1:],
             checks.check_forward_memory,
             "256, 256)",
         ),
@@ -356,6 +357,90 @@ def test_a_matrix_of_scores_is_refused_although_the_values_are_right(student, ri
     for check in right:
         check(student)
     assert said in diagnosis(memory, student)
+
+
+def whole_rows(q, k, v, is_causal, block_q, block_k):
+    """The textbook's softmax, 16 queries at a time."""
+    n, m, outs, sums = q.shape[-2], k.shape[-2], [], []
+    for first in range(0, n, 16):
+        rows = torch.arange(first, min(first + 16, n))
+        s = q[..., rows, :] @ k.mT / q.shape[-1] ** 0.5
+        if is_causal:
+            s = s.masked_fill(torch.arange(m) > rows[:, None] + m - n, -torch.inf)
+        outs.append(s.softmax(-1).nan_to_num(0.0) @ v)
+        sums.append(s.logsumexp(-1))
+    return torch.cat(outs, -2), torch.cat(sums, -1)
+
+
+def in_numpy(q, k, v, is_causal, block_q, block_k):
+    """Right results, of NumPy's: no tile of PyTorch's is seen."""
+    s = q.numpy() @ np.swapaxes(k.numpy(), -1, -2) / q.shape[-1] ** 0.5
+    p = np.exp(s - s.max(-1, keepdims=True))
+    l = p.sum(-1)
+    return torch.tensor(p / l[..., None] @ v.numpy()), torch.tensor(s.max(-1) + np.log(l))
+
+
+def all_zeros(q, k, v, is_causal, block_q, block_k):
+    return torch.zeros_like(q), torch.zeros(q.shape[:-1])
+
+
+@pytest.mark.parametrize(
+    ("student", "said"),
+    [
+        (whole_rows, "softmax ran over 64 keys together, but a tile has block_k = 32"),
+        (in_numpy, "not with NumPy"),
+        (all_zeros, "0 instead of"),
+    ],
+)
+def test_work_without_tiles_is_told_what_it_lacks_and_nothing_else(student, said):
+    found = diagnosis(checks.check_forward_rows, student)
+    assert said in found
+    assert "two mistakes" not in found
+
+
+def test_memory_is_judged_apart_from_values():
+    """One missing factor costs no point for memory; where nothing is computed, there is none."""
+    wrong = mutant(ex_1_4_tiled_forward.flash_forward, ("o * alpha[..., None]", "o"))
+    assert "O is not rescaled" in diagnosis(checks.check_forward_values, wrong)
+    checks.check_forward_memory(wrong)
+    checks.check_backward_memory(
+        mutant(
+            ex_1_5_backward.flash_backward, ("ds @ k[..., cols, :] * scale", "ds @ k[..., cols, :]")
+        )
+    )
+    assert "nothing that is returned" in diagnosis(checks.check_forward_memory, all_zeros)
+
+
+def minus_a_billion(q, k, v, mask=None):
+    """The usual mask of older code, and the empty row repaired."""
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if mask is None:
+        return scores.softmax(-1) @ v, scores.softmax(-1)
+    weights = scores.masked_fill(mask == 0, -1e9).softmax(-1) * mask.any(-1, keepdim=True)
+    return weights @ v, weights
+
+
+def from_a_billion_below(scores, block_size):
+    edit = ("-torch.inf, dtype", "-1e9, dtype")
+    return mutant(ex_1_3_online_softmax.running_max_and_sum, edit)(scores, block_size)
+
+
+def by_the_largest(q, k, v):
+    largest = max(x[x.isfinite()].abs().max().item() for x in (q, k, v))
+    half = torch.bfloat16 in (q.dtype, k.dtype, v.dtype) or largest >= 65_520
+    return torch.bfloat16 if half else torch.float16
+
+
+@pytest.mark.parametrize(
+    ("check", "student", "said"),
+    [
+        (checks.check_textbook_empty_rows, minus_a_billion, "float16 ends at 65,504"),
+        (checks.check_running_extremes, from_a_billion_below, "m starts at the number -1e+09"),
+        (checks.check_half_dtype_edges, by_the_largest, "without entries has no maximum"),
+    ],
+)
+def test_an_error_or_a_number_of_pytorchs_is_explained(check, student, said):
+    assert said in diagnosis(check, student)
 
 
 START = "counted = labels != -100"
@@ -454,8 +539,8 @@ NOTHING = ("grad_hidden * grad_loss", "0 * grad_hidden")
         (checks.check_running_streams, lambda scores, block: 1, "return 2 values"),
         (checks.check_running_streams, lambda s, block: (s[..., 0].clone(),) * 2, "m is wrong"),
         (checks.check_running_streams, lambda s, block: (s.amax(-1), s[..., 0] * 0), "positive sum"),
-        (checks.check_forward_memory, lambda q, *rest: (q.clone(), q[..., 0].clone()), "out is"),
-        (checks.check_backward_memory, lambda dout, q, k, v, *rest: (q, k, v), "dq is"),
+        (checks.check_forward_memory, lambda q, *rest: (q.clone(), q[..., 0].clone()), "nothing that is returned"),
+        (checks.check_backward_memory, lambda dout, q, k, v, *rest: (q, k, v), "nothing that is returned"),
         (checks.check_registered_memory, lambda m, q, *rest, **o: (q.mT.permute(0, 3, 1, 2), None), ""),
         (checks.check_loss_memory, mutant(ex_3_2_chunked_loss.ChunkedLoss, NOTHING), "gradient of hidden is zero"),
     ],

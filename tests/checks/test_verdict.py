@@ -10,7 +10,6 @@ from labsupport import checks
 from labsupport.analysis.traffic import count
 from labsupport.checks import (
     ex_1_1_textbook_attention,
-    ex_1_2_score_memory,
     ex_4_1_cost,
     ex_4_2_traffic,
     ex_4_4_predict,
@@ -42,8 +41,8 @@ a space; two edits.
 
 
 def test_an_edit_of_a_text_that_is_not_there_is_an_error():
-    with pytest.raises(LookupError, match="does not contain 'sum'"):
-        mutant(ex_1_2_score_memory.score_bytes, ("sum", ""))
+    with pytest.raises(LookupError, match="does not contain 'product'"):
+        mutant(ex_1_1_textbook_attention.textbook_attention, ("product", ""))
 
 
 def test_a_message_says_where_a_result_goes_wrong():

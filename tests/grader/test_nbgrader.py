@@ -117,7 +117,7 @@ def same_points(solved, folder, *students):
 
 @pytest.mark.slow
 def test_nbgraders_student_edition_has_the_cells_of_ours(tmp_path):
-    course = GradedCourse(tmp_path, nbformat.writes(exercises("01", "ex-1-1", "ex-1-2")))
+    course = GradedCourse(tmp_path, nbformat.writes(exercises("01", "ex-1-1", "ex-1-4")))
     edition = make_edition(tmp_path / "source" / "lab" / f"{NAME}.ipynb").text
     ours, theirs = nbformat.reads(edition, as_version=4), course.released()
     for own, other in zip(ours.cells, theirs.cells, strict=True):
@@ -142,7 +142,7 @@ def test_the_recipe_of_the_guide_works_as_typed(project, tmp_path):
     (tmp_path / ".venv").symlink_to(sys.prefix)
     for folder in ("notebooks", "nbgrader/submitted/ada/lab"):
         (tmp_path / folder).mkdir(parents=True)
-        nbformat.write(exercises("01", "ex-1-2"), tmp_path / folder / f"{NAME}.ipynb")
+        nbformat.write(exercises("01", "ex-1-1"), tmp_path / folder / f"{NAME}.ipynb")
     home = {"HOME": str(tmp_path), "PYTHONPATH": str(project), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", "-ec", recipe], cwd=tmp_path, env=home, capture_output=True)
     assert done.returncode == 0, done.stderr

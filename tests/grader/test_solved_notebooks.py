@@ -10,7 +10,7 @@ from grader.grade.results import Settings
 from grader.grade.submissions import find_submissions
 from labsupport.paths import notebooks_dir, notebooks_in
 
-NOTEBOOKS = {"01": 28, "02": 24, "03": 24, "04": 24}
+NOTEBOOKS = {"01": 25, "02": 24, "03": 24, "04": 24}
 BONUS = {path.stem for path in notebooks_in(notebooks_dir()) if path.parent.name == "further"}
 
 

@@ -28,7 +28,7 @@ def notebooks(tmp_path):
             asks(f"{SQUARE}-signs", "assert square(-1) == 1", 1),
             new.new_markdown_cell("### Exercise 1-2 · Roots\n●●○ · 5 minutes · 1 point"),
             new.new_code_cell("def root(x): ...", metadata=role(ROOT, solution=True)),
-            asks(f"{ROOT}-values", "checks.check_score_bytes(root)", 1),
+            asks(f"{ROOT}-values", "checks.check_textbook_values(root)", 1),
         ]
     )
     folder = tmp_path / "notebooks"

@@ -1,8 +1,8 @@
 """A small course, cut from the lab's first notebook, and a student's copy of it.
 
-The exercises are the lab's own, word for word: textbook attention (4 points), the memory of its
-scores (3) and the running softmax (4) in `01-Small`, the tiled forward (7) in `02-Tiled`. What
-lies between them is left out, so that a test may grade many submissions.
+The exercises are the lab's own, word for word: textbook attention, a leaking mask and the running
+softmax in `01-Small`, the tiled forward in `02-Tiled`. What lies between them is left out, so that a
+test may grade many submissions.
 """
 
 import copy
@@ -20,16 +20,16 @@ from labsupport.paths import notebooks_dir
 
 EXERCISES = {
     "attention": "ex-1-1-textbook-attention",
-    "memory": "ex-1-2-score-memory",
+    "leak": "ex-1-8-fault",
     "softmax": "ex-1-3-online-softmax",
     "tiled": "ex-1-4-tiled-forward",
     "half": "ex-1-6-half-precision",
 }
-POINTS = {"attention": 4, "memory": 3, "softmax": 4, "tiled": 7, "half": 4}
+POINTS = {"attention": 5, "leak": 2, "softmax": 6, "tiled": 9, "half": 5}
 NOTEBOOKS = {
-    "01-Small": ("attention", "memory", "softmax"),
+    "01-Small": ("attention", "leak", "softmax"),
     "02-Tiled": ("tiled",),
-    "01-Tiny": ("memory",),
+    "01-Tiny": ("leak",),
     "03-Mixed": ("tiled", "half"),
 }
 COURSE = ("01-Small", "02-Tiled", "03-Mixed")
@@ -48,8 +48,11 @@ def grade_id(cell: NotebookNode) -> str:
 
 @cache
 def _lab() -> NotebookNode:
-    (path,) = notebooks_dir().glob("01-*.ipynb")
-    return nbformat.read(path, as_version=4)
+    (first,) = notebooks_dir().glob("01-*.ipynb")
+    read = partial(nbformat.read, as_version=4)
+    notebook = read(first)
+    notebook.cells += read(notebooks_dir() / "further" / "masks.ipynb").cells
+    return notebook
 
 
 def _solved(exercises: Iterable[str]) -> NotebookNode:
@@ -210,7 +213,7 @@ def read_variants(file: Path) -> dict[str, Variant]:
         cell: the first exercise's cell, above a wrong function if it defines none; no points.
         call: the body of the first exercise's function; no points.
         beside: above the first exercise's solution.
-        attention, memory, softmax, tiled: it is that exercise's cell.
+        attention, leak, softmax, tiled: it is that exercise's cell.
         attends: it binds `attend`, with which the tiled forward computes; no points for that.
         hides: in the solution of the tiled forward.
         edit_attention (and so on): edits of that exercise's solution, a line each: old -> new.

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from tests.grader.variants.course import EXERCISES, Copy, Variants, grade_id, solution
 
-honest = Variants(attention=4, memory=3, softmax=4)
+honest = Variants(attention=5, leak=2, softmax=6)
 
 
 @honest()
 def written_in_a_new_cell(work: Copy) -> None:
     """The given cell is as it was, and the function stands in a new one below the checks."""
-    work.solve("memory", "softmax").add(solution("attention"), at=work.index("memory") - 1)
+    work.solve("leak", "softmax").add(solution("attention"), at=work.index("leak") - 1)
 
 
 @honest()
@@ -54,29 +54,29 @@ def cells_reordered(work: Copy) -> None:
 @honest()
 def helpers_of_helpers(work: Copy) -> None:
     """A chain of own cells: an import, a constant, a function that uses both."""
-    at = work.solve().index("memory")
-    work.change("memory", ("2 * batch * heads * seqlen", "both(batch, heads) * seqlen"))
+    at = work.solve().index("leak")
+    work.change("leak", ("min(gap, seqlen)", "both(gap, seqlen)"))
     work.add("import operator as op", at=at)
-    work.add("MATRICES = 2", at=at + 1)
-    work.add("def both(b, h):\n    return op.mul(op.mul(MATRICES, b), h)", at=at + 2)
+    work.add("LEAST = 0", at=at + 1)
+    work.add("def both(a, b):\n    return op.add(LEAST, min(a, b))", at=at + 2)
 
 
 @honest()
 def second_function_in_an_own_cell(work: Copy) -> None:
     """The student split the solution cell; the new half has no grade_id."""
-    first, second = solution("memory").split("def longest_that_fits")
-    work.solve().write("memory", first)
-    work.add(f"def longest_that_fits{second}", at=work.index("memory") + 1)
+    first, second = solution("leak").split("def repaired")
+    work.solve().write("leak", first)
+    work.add(f"def repaired{second}", at=work.index("leak") + 1)
 
 
 @honest()
 def solution_cell_split(work: Copy) -> None:
     """Split in JupyterLab, which gives both halves the metadata, the grade_id among it."""
-    first, second = solution("memory").split("def longest_that_fits")
-    work.solve().write("memory", first)
-    work.add(f"def longest_that_fits{second}", at=work.index("memory") + 1)
-    half = work.notebook.cells[work.index("memory") + 1]
-    half.metadata = copy.deepcopy(work.cell("memory").metadata)
+    first, second = solution("leak").split("def repaired")
+    work.solve().write("leak", first)
+    work.add(f"def repaired{second}", at=work.index("leak") + 1)
+    half = work.notebook.cells[work.index("leak") + 1]
+    half.metadata = copy.deepcopy(work.cell("leak").metadata)
 
 
 @honest()
@@ -89,23 +89,23 @@ def torchs_functions_by_pythons_names(work: Copy) -> None:
 @honest()
 def set_by_functions(work: Copy) -> None:
     """Globals that functions set and store, called in cells of their own."""
-    work.solve().change("memory", ("2 * batch", "(MATRICES * SIZES['m']) * batch"))
-    work.add("def setup():\n    global MATRICES\n    MATRICES = 2", at=2).add("setup()", at=3)
+    work.solve().change("leak", ("min(gap, seqlen)", "min(gap, seqlen) * ONE * SIZES['m']"))
+    work.add("def setup():\n    global ONE\n    ONE = 1", at=2).add("setup()", at=3)
     work.add("SIZES = {}\ndef put(k, v): SIZES[k] = v", at=4).add("put('m', 1)", at=5)
 
 
 @honest()
 def awaited_and_timed(work: Copy) -> None:
     """Code for IPython that is none for Python: an await, a timed assignment, an indent."""
-    work.solve().change("memory", ("2 * batch", "(MATRICES * TIMED * INNER) * batch"))
-    work.add("import asyncio\nMATRICES = await asyncio.sleep(0, 2)", at=2)
+    work.solve().change("leak", ("min(gap, seqlen)", "min(gap, seqlen) * ONE * TIMED * INNER"))
+    work.add("import asyncio\nONE = await asyncio.sleep(0, 1)", at=2)
     work.add("out = %time sum(range(10))\n%time TIMED = 1", at=3).add("    INNER = 1", at=4)
 
 
 @honest()
 def annotations_of_the_future(work: Copy) -> None:
     """Annotations with names that nobody imports, which are never looked up."""
-    work.solve().change("memory", ("fits(memory,", "fits(memory: Bytes,"))
+    work.solve().change("leak", ("repaired(x,", "repaired(x: Tokens,"))
     work.add("from __future__ import annotations", at=1)
 
 
@@ -128,7 +128,7 @@ def ten_own_experiments(work: Copy) -> None:
 @honest()
 def magics(work: Copy) -> None:
     """Timing magics and a shell line, in a solution cell and in own cells."""
-    work.solve().write("memory", "%%time\n" + solution("memory"))
+    work.solve().write("leak", "%%time\n" + solution("leak"))
     shown = "%matplotlib inline\n%config InlineBackend.figure_format = 'retina'\n%load_ext nothing"
     work.write("softmax", f"{shown}\n{solution('softmax')}\n\n!ls\n?torch.exp")
     work.add("%timeit sum(range(10))").add("%%bash\necho hello").add("%load_ext autoreload")

@@ -1,12 +1,11 @@
 """Honest submissions that differ in the work, where honest.txt cannot say it.
 
-Attention has 4 points (values 2, mask 1, empty rows 1), memory 3 (bytes 2, length 1), softmax 4
-(values 2, extremes 1, streams 1).
+The leak has 2 points (rows 1, output 1); attention 5 and softmax 6, all or nothing.
 """
 
 from tests.grader.variants.course import Copy, Variants, solution
 
-honest = Variants(attention=4, memory=3, softmax=4, tiled=7)
+honest = Variants(attention=5, leak=2, softmax=6, tiled=9)
 
 
 @honest()
@@ -15,15 +14,15 @@ def perfect(work: Copy) -> None:
     work.solve()
 
 
-@honest(attention=0, memory=0, softmax=0)
+@honest(attention=0, leak=0, softmax=0)
 def untouched(work: Copy) -> None:
     """The edition as it was handed out."""
 
 
 @honest(attention=0, softmax=0)
-def only_memory(work: Copy) -> None:
+def only_the_leak(work: Copy) -> None:
     """One exercise solved, in the middle."""
-    work.solve("memory")
+    work.solve("leak")
 
 
 @honest(notebook="02-Tiled")

@@ -11,8 +11,8 @@ import nbformat
 
 from tests.grader.variants.course import EXERCISES, WRONG, Copy, Variants, solution
 
-NOTHING = {"attention": 0, "memory": 0, "softmax": 0}
-hostile = Variants(attention=4, memory=3, softmax=4)
+NOTHING = {"attention": 0, "leak": 0, "softmax": 0}
+hostile = Variants(attention=5, leak=2, softmax=6)
 
 
 @hostile(attention=0)
@@ -53,7 +53,7 @@ def check_cells_that_grade_themselves(work: Copy) -> None:
 def repeated_check_cells(work: Copy) -> None:
     """A check that passes, a hundred times: of a solved exercise, under another's name."""
     work.solve().write("attention", WRONG)
-    passing = work.cell("memory", "bytes")
+    passing = work.cell("leak", "rows")
     for number in range(100):
         work.add(passing.source)
         identifier = EXERCISES["attention"] + ("-values" if number % 2 else "-mask")
@@ -67,7 +67,7 @@ def strange_metadata(work: Copy) -> None:
     work.solve().write("attention", WRONG)
     for number, cell in enumerate(work.checks("attention")):
         cell.metadata.nbgrader.update(points="1e9", schema_version=-1, cell_type="code")
-        cell.metadata.nbgrader["grade_id"] = ["../../etc/passwd", ["x"], {"a": 1}][number]
+        cell.metadata.nbgrader["grade_id"] = ["../../etc/passwd", ["x"], {"a": 1}][number % 3]
     work.notebook.metadata["nbgrader"] = {"points": 1000, "status": "graded"}
     work.notebook.metadata["kernelspec"] = {"name": "../../evil", "argv": ["touch", "/tmp/evil"]}
 
@@ -98,7 +98,7 @@ _source(
 )
 
 
-@hostile(notebook="03-Mixed", tiled=0, half=4)
+@hostile(notebook="03-Mixed", tiled=0, half=5)
 def through_another_exercise(work: Copy) -> None:
     """An exercise that may use attention, moved up, gives it to one that may not."""
     work.solve().write(
