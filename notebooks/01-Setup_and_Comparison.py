@@ -29,7 +29,7 @@
 # [3](../theory/03-forward-and-backward.md) and [6](../theory/06-precision.md), and the [glossary](../theory/glossary.md).
 #
 # **How to work.** Run the cells in order. In four exercises you replace `raise NotImplementedError` with your code. The
-# cell below it says what is still wrong, and hints unfold in stages. *Run All* stops at the first unsolved exercise:
+# cell below it says what is still wrong; hints unfold in stages. *Run All* stops at the first unsolved exercise:
 # scroll up to the red message.
 
 # %%
@@ -237,7 +237,7 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# (Data sheets; `data/hardware.csv` names the sources.) Each of a GPU's many *multiprocessors* has its own part of the
+# (Data sheets: `data/hardware.csv`.) Each of a GPU's many *multiprocessors* has its own part of the
 # SRAM, at most 228 KiB. The scores of one head at 4,096 tokens take 32,768 KiB in float16. So $S$ and $P$ go through
 # the slow memory:
 #
@@ -326,7 +326,7 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 # | returns `m` | `(...)` | the largest entry of each row |
 # | returns `l` | `(...)` | the sum of `exp(score - m)` of each row |
 #
-# A row that is `-inf` throughout keeps `m = -inf` and `l = 0`.
+# Use PyTorch operations. A row that is `-inf` throughout keeps `m = -inf` and `l = 0`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -420,7 +420,7 @@ plotting.plot_tile_pass(steps)
 # | returns `out` | `(..., seqlen_q, head_dim)` | |
 # | returns `lse` | `(..., seqlen_q)` | $L$, natural logarithm; `-inf` for a query that sees no key |
 #
-# Create no tensor of `seqlen_q` × `seqlen_k`, not even a mask. A query that sees no key gets output 0.
+# Use PyTorch operations, and no tensor of `seqlen_q` × `seqlen_k`, not even a mask. A query that sees no key gets 0.
 #
 # #### Step 1 · One block of rows · 18 minutes, 3 points
 #
@@ -657,7 +657,7 @@ for result in wall.itertuples():
 # ### 32,768 tokens, on this machine
 #
 # $S$ and $P$ of one head would take 8 GiB in float32. Guess: how many MiB does your loop take, with tiles of 1,024 ×
-# 1,024? (The cell takes some seconds; on a busy laptop half a minute.)
+# 1,024? (It takes some seconds; on a busy laptop half a minute.)
 
 # %%
 predicted_loop = None  # your guess, a number, before you run the next cell
@@ -694,7 +694,7 @@ plotting.plot_time(
 )
 
 # %% [markdown]
-# The loop is not faster than the textbook here. *Fusion* is what turns the saved memory into saved time.
+# The loop is slower than the textbook here. *Fusion* is what turns the saved memory into saved time.
 #
 # ## 1.7 · Two loop orders, and the backward pass
 #
@@ -703,13 +703,14 @@ plotting.plot_time(
 #
 # ![Version 1: a block of keys stays, and O, m and l are read and written at each step. Version 2: a block of queries stays, and O is written once.](../theory/figures/versions-orders.png)
 #
-# Both orders as GPU kernels with the same tiles, recorded on an H200 (head_dim 64):
+# Both orders as GPU kernels with the same tiles, recorded on an H200 (heads × tokens):
 
 # %% tags=["nbval-check-output"]
 orders = load_run("loop-orders-h200").query("head_dim == 64 and not causal").iloc[[0, -1]]
 for run in orders.itertuples():
-    print(f"{run.batch * run.heads:3} heads of {run.seqlen:,} tokens: version 1 {run.version1_ms:6.2f} ms,"
-          f" version 2 {run.same_tiles_ms:.2f} ms")  # fmt: skip
+    heads_in_all = run.batch * run.heads
+    print(f"{heads_in_all:3} x {run.seqlen:6,} tokens:", end=" ")
+    print(f"version 1 {run.version1_ms:6.2f} ms, version 2 {run.same_tiles_ms:.2f} ms")
 
 # %% [markdown]
 # With one head, version 1 leaves all but one of 132 multiprocessors idle. With 128 heads both fill the GPU, and version
@@ -733,8 +734,7 @@ from_the_output = (dout * out).sum(-1)
 print("the same D:", torch.allclose(over_the_row, from_the_output))
 
 # %% [markdown]
-# With that, the backward is two loops over tiles, too. You can write it in the notebook
-# [backward](further/backward.ipynb), for bonus points.
+# With that, the backward is two loops over tiles, too: write it in [backward](further/backward.ipynb), for bonus points.
 #
 # ## 1.8 · One function, many kernels
 #
@@ -958,7 +958,7 @@ print("rows that changed:", change.nonzero().flatten().tolist())
 #
 # - [The theory](../theory/README.md): chapters 1 and 2 belong to sections 1.1 to 1.4, chapter 3 to 1.5 and 1.7, chapter
 #   6 to 1.9. The papers, in the [references](../theory/references.md): Dao 2022, sections 2 and 3; Dao 2023, section 3.
-# - For bonus points: [the backward pass](further/backward.ipynb), [eight bits](further/eight-bits.ipynb).
+# - For bonus points: [eight bits](further/eight-bits.ipynb).
 #
 # ### How far you are
 

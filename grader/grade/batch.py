@@ -106,6 +106,7 @@ class _Run:
         self.results: dict[str, CheckResult] = {}
         self.died: set[str] = set()  # exercises
         self.late: set[str] = set()  # exercises
+        self.charged: set[tuple[str, str]] = set()  # exercises and diagnoses
         self.flags: list[Flag] = []
 
     @property
@@ -153,7 +154,7 @@ class _Run:
             if time.monotonic() >= self.end:
                 return
             session.fused = check.may_use_fused
-            status, message, unexpected = evaluate_check(
+            status, message, unexpected, diagnosis = evaluate_check(
                 check.source, check.names, session, seed=self.seed,
                 limit_s=self.settings.cell_timeout_s,
             )  # fmt: skip
@@ -181,6 +182,11 @@ class _Run:
                     status, message = self.plan.absent[check.exercise]
                 elif box.first_error:
                     message += f" A cell ended with {box.first_error[:300]}"
+            if status == "failed" and diagnosis:
+                # One mistake costs the points of the first check that finds it.
+                known = (check.exercise, diagnosis) in self.charged
+                status = "known mistake" if known else status
+                self.charged.add((check.exercise, diagnosis))
             self.record(check, status, message)
             if unexpected:
                 text = "The check crashed on the returned value: was it the student's fault?"

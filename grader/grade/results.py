@@ -46,10 +46,10 @@ class CheckResult:
 
     @property
     def earned(self) -> float:
-        """All points or none, or what an instructor gave."""
+        """All points or none, or what an instructor gave; a mistake costs points once."""
         if self.given is not None:
             return self.given
-        return self.points if self.status == "passed" else 0.0
+        return self.points if self.status in ("passed", "known mistake") else 0.0
 
 
 @dataclass(frozen=True)

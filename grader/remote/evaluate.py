@@ -138,11 +138,15 @@ _UNJUDGED = "what came back cannot be judged"
 
 
 class Outcome(NamedTuple):
-    """Status, and [ok] lines or diagnosis; at something `unexpected`, a person should look."""
+    """Status, and [ok] lines or diagnosis; at something `unexpected`, a person should look.
+
+    The `diagnosis` alone is that of `CheckFailed`.
+    """
 
     status: str
     message: str
     unexpected: bool
+    diagnosis: str = ""
 
 
 def evaluate_check(
@@ -155,12 +159,12 @@ def evaluate_check(
     from `seed`; `limit_s` is for all calls together.
     """
     session.deadline = time.monotonic() + limit_s
-    status, message = _run(source, names, session, seed)
+    status, message, diagnosis = _run(source, names, session, seed)
     session.deadline = None
     if session.failure is not None and status == "passed":
         status, message = "died", str(session.failure)
     kept = printable(message[:MAX_MESSAGE], "\n")
-    return Outcome(status, kept, message.startswith(_UNJUDGED))
+    return Outcome(status, kept, message.startswith(_UNJUDGED), diagnosis)
 
 
 def seeded(source: str, seed: int) -> ast.Module:
@@ -173,27 +177,28 @@ def seeded(source: str, seed: int) -> ast.Module:
     return tree
 
 
-def _run(source: str, names: tuple[str, ...], session: Session, seed: int) -> tuple[str, str]:
+def _run(source: str, names: tuple[str, ...], session: Session, seed: int) -> tuple[str, str, str]:
     code = compile(seeded(source, seed), "<check>", "exec")
     printed = io.StringIO()
     try:
         namespace: dict[str, Any] = {name: session.remote(name) for name in names}
         missing = [name for name, value in namespace.items() if value is None]
         if missing:
-            return "failed", f"{missing[0]} is not defined: did its cell run to its end?"
+            return "failed", f"{missing[0]} is not defined: did its cell run to its end?", ""
         known = {name: getattr(checks, name) for name in checks.__all__}
         namespace["checks"] = SimpleNamespace(**{**known, **judges(session)})
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
             exec(code, namespace)
     except checks.CheckFailed as failure:
-        return ("not written" if NOT_WRITTEN in str(failure) else "failed"), str(failure)
+        status = "not written" if NOT_WRITTEN in str(failure) else "failed"
+        return status, str(failure), failure.diagnosis
     except SessionTimeout as failure:
-        return "timeout", str(failure)
+        return "timeout", str(failure), ""
     except SessionDied as failure:
-        return "died", str(failure)
+        return "died", str(failure), ""
     except NotWatchedError as problem:
-        return "not run", str(problem)
+        return "not run", str(problem), ""
     except Exception as error:
         # A value that no check expects: of another kind, shape or size than an honest mistake's.
-        return "failed", f"{_UNJUDGED} ({type(error).__name__}: {error})"
-    return "passed", printed.getvalue().strip()
+        return "failed", f"{_UNJUDGED} ({type(error).__name__}: {error})", ""
+    return "passed", printed.getvalue().strip(), ""

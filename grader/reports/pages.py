@@ -259,6 +259,7 @@ _PAGES.globals.update(_own)
 STATUS_WORDS = {
     "passed": ("passed", "good"),
     "failed": ("failed", "bad"),
+    "known mistake": ("the same mistake, no further points lost", "none"),
     "not written": ("not written", "none"),
     "missing": ("cell missing", "none"),
     "died": ("program ended", "bad"),

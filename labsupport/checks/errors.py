@@ -37,9 +37,13 @@ class CheckFailed(_Shown, AssertionError):
     ... except CheckFailed:
     ...     print("a mistake")
     a mistake
+
+    Attributes:
+        diagnosis: the sentence of a table of mistakes, where one explains the whole result.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, diagnosis: str = "") -> None:
+        self.diagnosis = diagnosis
         super().__init__("\n".join(filter(None, (message, outside_note()))))
 
 

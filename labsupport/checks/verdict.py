@@ -359,7 +359,7 @@ def judge(
         if wrong.shape != result.shape or (fits and _close(wrong, expected, allowed)):
             continue  # the second: an edit that changes something else
         if _close(result, wrong, near, relative=1e-4):
-            raise CheckFailed(f"{name} {are_wrong if fits else shape} {say}")
+            raise CheckFailed(f"{name} {are_wrong if fits else shape} {say}", say)
         if fits and not partly and result.any():
             off = ~torch.isclose(result, expected, rtol=0.0, atol=allowed, equal_nan=True)
             explained = off & torch.isclose(result, wrong, rtol=1e-4, atol=near, equal_nan=True)

@@ -64,7 +64,8 @@ environment_card()
 # | `block_q`, `block_k` | integers | rows and columns of a tile; the last tile may be smaller |
 # | returns `dq`, `dk`, `dv` | as `q`, `k`, `v` | |
 #
-# Create no tensor of `seqlen_q` × `seqlen_k`, not even a mask. A query that sees no key contributes nothing.
+# Use PyTorch operations, and no tensor of `seqlen_q` × `seqlen_k`, not even a mask. A query that sees no key contributes
+# nothing.
 #
 # ### Step 1 · P again, and dV · 18 minutes, 1 point
 #
