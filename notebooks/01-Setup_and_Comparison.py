@@ -394,6 +394,8 @@ checks.check_running_extremes(running_max_and_sum, seed=31)
 # The next cell shows one program with three queries; the first row is that of section 1.4. In JupyterLab, move the slider.
 
 # %%
+from IPython.display import display
+
 from labsupport.analysis.explorer import tile_pass, tile_pass_slider
 
 scores = torch.tensor(
