@@ -1,8 +1,8 @@
 """A small course, cut from the lab's first notebook, and a student's copy of it.
 
 The exercises are the lab's own, word for word: textbook attention, a leaking mask and the running
-softmax in `01-Small`, the tiled forward in `02-Tiled`. What lies between them is left out, so that a
-test may grade many submissions.
+softmax in `01-Small`, the tiled forward in `02-Tiled`. What lies between them is left out, so that
+a test may grade many submissions.
 """
 
 import copy
