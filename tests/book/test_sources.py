@@ -131,3 +131,21 @@ def test_the_notebooks_of_the_lab_become_pages():
         assert "HIDDEN TESTS" not in text
         assert "BEGIN SOLUTION" not in text
         assert text.count("Show the solution") >= 1
+
+
+def test_the_further_part_of_a_chapter_is_folded_under_the_titles_of_its_sections():
+    pytest.importorskip("sphinx")
+    from docutils import nodes
+    from docutils.utils import new_document
+
+    from book.further import fold
+
+    page = new_document("page")
+    inner = nodes.section("", nodes.title("", "Scores & weights"), nodes.paragraph("", "text"))
+    page += nodes.section("", nodes.title("", "Further"), inner)
+    fold(None, page, "theory/01-a")
+    title, opened, folded, closed = page[0]
+    assert (title.astext(), folded) == ("Further", inner)
+    assert opened.astext().startswith("<details")
+    assert "<summary>Scores &amp; weights</summary>" in opened.astext()
+    assert closed.astext() == "</details>"
