@@ -117,11 +117,6 @@ EXERCISES = {
         "check_loss_memory",
         "check_loss_values",
     ],
-    "ex_3_3_kept_bytes": [
-        "check_kept_blocks",
-        "check_kept_checkpoint",
-        "check_kept_loss",
-    ],
     "ex_3_4_merge": [
         "check_merge_all",
         "check_merge_edges",

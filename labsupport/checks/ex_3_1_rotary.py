@@ -50,8 +50,14 @@ The exponent lacks its minus sign: frequencies fall, base ** (-2i / head_dim).
 The values in `positions` are ignored: you count 0, 1, 2, ... instead. A shard of a sequence starts
 somewhere else.
     positions[:, None] -> torch.arange(len(positions))[:, None]
-cos and sin are swapped: return cos first.
+Both tables are cosines: return cos, then sin.
+    angles.sin() -> angles.cos()
+cos is a table of sines: return cos first, then sin.
     angles.cos().float(), angles.sin() -> angles.sin().float(), angles.cos()
+The pairs are counted from 1: the first pair is i = 0, with frequency 1.
+    arange(0, head_dim, 2 -> arange(2, head_dim + 2, 2
+The frequencies were rounded to bfloat16. Use float32 or float64.
+    base ** (-exponents / head_dim) -> (base ** (-exponents / head_dim)).bfloat16().double()
 The angles are in degrees. cos and sin take radians: the product of position and frequency.
     positions[:, None] * -> torch.pi / 180 * positions[:, None] *
 Positions are counted from 1: the first token's is the first value in `positions`.
@@ -89,6 +95,9 @@ A minus is missing: x' = x cos - y sin. With two plus signs it is no rotation.
 Only the cosines are used: each number of a pair also needs the other's sine.
     - second * sin ->
     + first * sin ->
+The cosine stands where the sine belongs: x' = x cos - y sin and y' = y cos + x sin.
+    second * sin -> second * cos
+    first * sin -> first * cos
 cos and sin have swapped places: x' = x cos - y sin.
     cos[:, None, :], sin[:, None, :] -> sin[:, None, :], cos[:, None, :]
 y' was computed from the new x': the first half was overwritten too early.
@@ -160,6 +169,10 @@ def check_rope_positions(
     near = scores(0)
     if torch.allclose(near, _scores(q.double(), k.double()), atol=1e-4):
         raise CheckFailed("the scores do not depend on positions at all: nothing is turned.")
+    # What the other checks name: the same mistake then has the same name here.
+    far = torch.arange(FAR, FAR + 16)
+    _judge_angles(angles, far, 16)
+    _judge_half(apply, far, seed)
     # Below 256 even bfloat16 counts right: rounded positions are another mistake, named below.
     moved = scores(200)
     if (gap := (near - moved).abs().max().item()) > 1e-3:
@@ -174,9 +187,6 @@ def check_rope_positions(
             "the second half of a sequence, with positions 6 ... 11, is not turned as it is within "
             "the whole sequence. Angles must come from the values in `positions` alone."
         )
-    far = torch.arange(FAR, FAR + 16)
-    _judge_angles(angles, far, 16)
-    _judge_half(apply, far, seed)
     passed("scores depend on distances only, in shards and at position 100,000 too", seed)
 
 

@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from labsupport.checks.errors import CheckFailed
-from labsupport.checks.verdict import call, draw, judge_call, mistakes, own_line, passed, tensor
+from labsupport.checks.verdict import (
+    call,
+    draw,
+    exactly,
+    judge_call,
+    mistakes,
+    own_line,
+    passed,
+    tensor,
+)
 from labsupport.profiling.memory import LargestTensor, measure_peak_memory
 from labsupport.profiling.units import format_bytes
 
 IGNORED = -100  # the label of a token that does not count
+EXACT = 1e-11  # in float64; a sum in float32 is off by more
 NAMES = ("hidden", "weight")
 GRADIENTS = ("the gradient of hidden", "the gradient of weight")
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden (tokens, width), weight (vocab, width), labels
@@ -40,7 +50,8 @@ class ChunkedLoss(torch.autograd.Function):
             total -= (log_p.gather(1, target)[:, 0] * kept).sum()
             d = log_p.exp()
             d.scatter_add_(1, target, -torch.ones_like(d[:, :1]))
-            d *= kept[:, None] / count
+            d *= kept[:, None]
+            d /= count
             grad_hidden[part] = d @ weight
             grad_weight += d.T @ hidden[part]
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -54,6 +65,9 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 LOSS_MISTAKES = mistakes(r"""
+Something was computed in float32, although the inputs are float64: begin the sum with
+hidden.new_zeros(()).
+    hidden.new_zeros(()) -> torch.zeros(())
 If every token is ignored, divide by 1: max(count, 1), or
 count.clamp(min=1) of a tensor. The loss and its gradients are 0 then.
     .clamp(min=1) ->
@@ -89,6 +103,10 @@ It is minus the label's logit; the logsumexp over the vocabulary is missing.
     torch.log_softmax(hidden[part] @ weight.T, dim=-1) -> hidden[part] @ weight.T
 """)
 GRADIENT_MISTAKES = mistakes(r"""
+Something was computed in float32, although the inputs are float64: begin the sums with
+torch.zeros_like(weight), and don't divide a bool by a count before it meets d.
+    torch.zeros_like(hidden), torch.zeros_like(weight) -> ZEROS
+    ZEROS -> torch.zeros(hidden.shape), torch.zeros(weight.shape)
 The incoming gradient is ignored: multiply by it. It is 3 where the loss is multiplied by 3.
     * grad_loss ->
 It is multiplied by the incoming gradient twice.
@@ -104,16 +122,16 @@ The minus one at the label is missing: d = softmax - onehot(label).
 The sign is wrong: d = softmax - onehot(label), not the other way round.
     d *= kept -> d *= -1 * kept
 Ignored tokens get a gradient, as if their label were 0. Their d must be 0 throughout.
-    d *= kept[:, None] / count -> d /= count
+    d *= kept[:, None] -> pass
 It is not divided by the number of tokens that count; the loss is.
-    d *= kept[:, None] / count -> d *= kept[:, None]
+    d /= count -> pass
 It is divided by all tokens. Divide by those whose label is not -100.
-    d *= kept[:, None] / count -> d *= kept[:, None] / len(labels)
+    d /= count -> d /= len(labels)
 Each chunk was divided by its own number of tokens; divide by that of all that count.
-    kept[:, None] / count -> kept[:, None] / (kept.sum().clamp(min=1) * -(-len(labels) // chunk))
+    d /= count -> d /= kept.sum().clamp(min=1) * -(-len(labels) // chunk)
 Each chunk was divided by its own number of tokens that count; divide by that of the whole
 sequence.
-    kept[:, None] / count -> kept[:, None] / kept.sum().clamp(min=1)
+    d /= count -> d /= kept.sum().clamp(min=1)
 The last, shorter chunk is left out.
     range(0, len(labels), -> range(0, len(labels) // chunk * chunk,
 Each chunk overwrites the one before. Every token adds to the weight's gradient: +=.
@@ -135,6 +153,7 @@ def check_loss_values(student: Any, seed: int = 0) -> None:
     large = hidden / hidden.norm(dim=-1, keepdim=True) * 200
     weight = weight / weight.norm(dim=-1, keepdim=True)
     _judge_loss(student, (large, weight, labels), 5, "(logits up to 200) ")
+    _judge_loss(student, exactly(_inputs(29, 9, seed)), 8, "(float64) ", EXACT)
     passed("the mean loss over the tokens that count, whatever the chunk", seed)
 
 
@@ -158,6 +177,7 @@ def check_loss_gradients(student: Any, seed: int = 0) -> None:
             arguments,
             GRADIENTS,
             where=where,
+            allowed=EXACT if dtype == torch.float64 else None,
             factor=3,
             dtype=dtype,
             adapt=_gradients,
@@ -209,10 +229,12 @@ def require_gradients(gradients: Sequence[Tensor | None]) -> None:
             )
 
 
-def _judge_loss(student: Any, inputs: Inputs, chunk: int, where: str) -> None:
-    arguments = (*inputs, chunk)
-    names = ("the loss",)
-    judge_call(student, ChunkedLoss, LOSS_MISTAKES, arguments, names, where=where, adapt=_applied)
+def _judge_loss(
+    student: Any, inputs: Inputs, chunk: int, where: str, allowed: float | None = None
+) -> None:
+    arguments, names = (*inputs, chunk), ("the loss",)
+    options: dict[str, Any] = {"where": where, "allowed": allowed, "adapt": _applied}
+    judge_call(student, ChunkedLoss, LOSS_MISTAKES, arguments, names, **options)
 
 
 def _applied(student: Any) -> Callable[..., Tensor]:

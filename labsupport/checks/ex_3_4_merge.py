@@ -23,12 +23,14 @@ from labsupport.checks.verdict import (
     results,
     unpack,
 )
+from labsupport.profiling.memory import measure_peak_memory
 
 NAMES = ("out", "lse")
 Result = tuple[Tensor, Tensor]
 HALF = (torch.bfloat16, torch.float16)
 LN_2 = math.log(2)
 HIGH = 1000.0  # beyond what exp can represent, in float64 too
+_ONE = "Merge each as it comes, `for part, part_lse in parts`, and keep the running result only."
 HELD = 3  # parts that a solution may hold at a time: variables outlive their use
 
 
@@ -74,6 +76,9 @@ exp(1000) overflows and exp(-1000) is 0: subtract the larger log-sum-exp first, 
     both = torch.logaddexp(lse, part_lse) -> both = (lse.exp() + part_lse.exp()).log()
 exp(1000) overflows: subtract the larger of the two log-sum-exps, which is not always the same one.
     both = torch.logaddexp(lse, part_lse) -> both = lse + (1 + (part_lse - lse).exp()).log()
+The two log-sum-exps are added. Use torch.logaddexp: log(exp(lse) +
+exp(part_lse)).
+    both = torch.logaddexp(lse, part_lse) -> both = lse + part_lse
 The two log-sum-exps are added. Use torch.logaddexp: log(exp(lse) + exp(part_lse)).
     part, both -> part, lse + part_lse
 It is the larger of the two: add log(exp(lse - m) + exp(part_lse - m)) to it.
@@ -107,7 +112,7 @@ The first part counts twice: begin the loop with the second one.
     for part, -> out, lse = merge(out, lse, part, lse)\n    for part,
 The whole part is left out if one query sees none of it. Other queries do: decide row by row.
     out, lse = merge -> if not part_lse.isinf().any(): out, lse = merge
-Where nothing was seen so far, `merge` returns NaN: its own check (b) fails. Mend it first.
+Where nothing was seen so far, `merge` returns NaN: its own check (b) fails. Correct it first.
     part, part_lse)\n -> part, part_lse); out[lse == -torch.inf] = torch.nan\n
 exp(1000) overflows and exp(-1000) is 0: subtract the larger log-sum-exp first, as `merge` does.
     out, lse = merge(out, lse, part, part_lse) -> a, b = lse.exp(), part_lse.exp(); lse = REST
@@ -245,8 +250,25 @@ def _judge_one_at_a_time(student: Student, seed: int) -> None:
     _judge_half(student, parts, coming())
     if most > HELD:
         raise CheckFailed(
-            f"while {len(parts)} parts came, up to {most} of them were still in memory. Merge each "
-            "as it comes, `for part, part_lse in parts`, and keep the running result only."
+            f"while {len(parts)} parts came, up to {most} of them were still in memory. {_ONE}"
+        )
+    _refuse_copies(student, seed)
+
+
+def _refuse_copies(student: Student, seed: int) -> None:
+    """Refuse a memory that grows with the number of parts, although none of them is held."""
+    ((part, part_lse),) = _parts((), 64, 64, (8,), seed)
+    number, most = 48, 24  # a merge in float64 takes 12 times the memory of a part
+
+    def coming() -> Iterator[Result]:
+        for _ in range(number):
+            yield part.clone(), part_lse.clone()
+
+    peak = measure_peak_memory(lambda: call(student, coming()), device="cpu").peak_bytes
+    if peak > most * part.nbytes:
+        raise CheckFailed(
+            f"while {number} parts came, {peak / part.nbytes:.0f} times the memory of a part was "
+            f"in use: copies of all parts are stored. {_ONE}"
         )
 
 

@@ -48,8 +48,13 @@ the wait, which overwrites the quotient.
 The sum never arrives in the gradient. `all_reduce` only starts it, in the tensor that it gets: give
 it `p.grad` itself, not a clone, and call the function that it returns, which waits.
     comm.all_reduce(p.grad)() -> comm.all_reduce(p.grad)
-The gradients are still this rank's own: average `p.grad`, in place; no clone, and not the weights.
+The gradients are still this rank's own. Either nothing is sent: call `is_last()` in the hook, not
+when you attach it. Or the average is not in `p.grad`: average that in place; no clone, and not the
+weights.
     p.grad -> p.data
+The gradients of the micro-batches before the last are lost: leave `p.grad` alone while `is_last()`
+is false.
+    if is_last() -> if not is_last(): p.grad = None\n        if is_last()
 Only the first parameter has a hook.
     for p in parameters -> for p in parameters[:1]
 The micro-batches before the last are averaged, and the last one is not.
@@ -143,6 +148,10 @@ parameter's gradient; return `finish` itself, which is called after the backward
 The sums are not in the bucket yet. Call what `all_reduce` returned, which waits, before you read
 the tensor that you gave it (not a clone).
     wait() -> pass
+The gradients of the micro-batches before the last are lost: leave them alone while `is_last()` is
+false.
+    return\n        missing -> LOST\n        missing
+    LOST -> return setattr(parameters[buckets[number][0]], "grad", None)
 The parts come back in another order than they went into the bucket.
     zip(own, parts, strict=True) -> zip(own, [flat[-part.numel():] for part in parts], strict=True)
 """)
@@ -178,6 +187,8 @@ The shard's gradient comes from this rank's own inputs alone: the others' must b
 reduce_scatter does.
     dweight = dy.mT @ x -> own = (dy.mT @ x).chunk(ctx.comm.world)[ctx.comm.rank]
     ctx.comm.reduce_scatter(dweight) / ctx.comm.world -> own
+dx comes from this rank's rows of the weight alone: gather the whole weight again.
+    dx = dy @ weight -> dx = dy.chunk(ctx.comm.world, dim=1)[ctx.comm.rank] @ shard
 dx is averaged over the ranks, too. It belongs to this rank's inputs, and to no others.
     dx = dy @ weight -> dx = sum(ctx.comm.all_gather(dy @ weight).split(len(x))) / ctx.comm.world
 """)

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Longer than in training
 #
-# **Time** about 26 minutes. **You need** notebook 3, sections 3.2 and 3.9.
+# **Time** about 26 minutes. **You need** notebook 3, sections 3.1 and 3.2.
 # **Exercise** 3-9, 3 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [7, Long context](../../theory/07-long-context.md#longer-than-in-training).
 
@@ -25,7 +25,7 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 environment_card()
 
 # %% [markdown]
-# RoPE itself has no last position, but each model was trained up to some length. `recall` (notebook 3, section 3.9) was trained on 2,048 bytes; only 40 of its 2,780 steps used 4,096. Now it
+# RoPE itself has no last position, but each model was trained up to some length. `recall` (notebook 3, section 3.1) was trained on 2,048 bytes; only 40 of its 2,780 steps used 4,096. Now it
 # reads lists of 4,096 bytes with questions everywhere. We measure the negative log-likelihood (NLL) of questions and
 # answers by their position.
 #
@@ -236,5 +236,5 @@ plotting.plot_by_window(
 # Up to 10,240 tokens, plain frequencies are as good as any. From 12,288 on they fail, but NTK-aware scaling and YaRN still work,
 # without a single step of training. Interpolation works, too, but its NLL is 0.9 to 1.3 nats per token above that of the
 # best method at every length. (This is one file and one small model. And a low NLL does not show that the model used
-# anything 16,000 tokens away; a test like that of notebook 3, section 3.9 does.) Transformers has all three, as the `rope_type`s
+# anything 16,000 tokens away; a test like that of notebook 3, section 3.1 does.) Transformers has all three, as the `rope_type`s
 # `linear`, `dynamic` (whose base grows with the text) and `yarn`.

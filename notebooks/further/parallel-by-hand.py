@@ -7,10 +7,10 @@
 # ---
 
 # %% [markdown]
-# # Data parallelism by hand
+# # Parallel by hand: zigzag, DDP and FSDP
 #
-# **Time** about 48 minutes. **You need** notebook 3 up to section 3.14.
-# **Exercise** 3-6, 6 bonus points, beside the 100 of the four notebooks. **Theory** chapter
+# **Time** about 57 minutes (estimated). **You need** notebook 3, sections 3.8 to 3.12.
+# **Exercises** 3-5 and 3-6, 10 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [11, Several devices](../../theory/11-several-devices.md#other-data-on-each-device-ddp).
 
 # %%
@@ -18,7 +18,8 @@ import pandas as pd
 import torch
 
 from labsupport import checks
-from labsupport.distributed import cleanup_ddp, setup_ddp
+from labsupport.attention import standard_attention
+from labsupport.distributed import cleanup_ddp, positions_of, setup_ddp, unshard_sequence
 from labsupport.distributed.by_hand import (
     gradients_on_rank,
     layer_memory,
@@ -34,6 +35,120 @@ environment_card()
 
 
 # %% [markdown]
+# ## The zigzag order
+#
+# Causal attention gives late queries more work than early ones. So *zigzag* cuts the sequence into `2 * world` chunks, and
+# gives each rank an early one and a late one. With four ranks:
+#
+# ```text
+# contiguous   rank 0: 0 1              zigzag   rank 0: 0             7
+#              rank 1:     2 3                   rank 1:   1         6
+#              rank 2:         4 5               rank 2:     2     5
+#              rank 3:             6 7           rank 3:       3 4
+# ```
+#
+# ## Exercise 3-5 · Zigzag order
+# ●○○ · 7 minutes · 4 bonus points
+#
+# | function | takes | returns |
+# | --- | --- | --- |
+# | `zigzag_chunks(rank, world)` | | the numbers of this rank's two chunks, out of `2 * world`: the early one, then the late one |
+# | `zigzag_positions(seqlen, rank, world)` | `seqlen`: length of the whole sequence, a multiple of `2 * world` | `(seqlen // world,)` int64: the positions of this rank's tokens in the whole sequence, early chunk first |
+# | `unzigzag(shards)` | a list of all ranks' shards, by rank: `(batch, seqlen // world, ...)` | the whole sequence, `(batch, seqlen, ...)`, in its original order |
+#
+# The tokens of a chunk stay in order.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Which two chunks belong to rank 0? What is the sum of the two numbers of each rank?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Chunk $c$ has the positions `c * size` to `(c + 1) * size - 1`. For the way back, `shard.chunk(2, dim=1)` gives a rank's early and
+# late half. By rank, the early halves are already in order. In which order are the late ones?
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# zigzag_chunks     rank, and the chunk that is as far from the end as chunk rank is from the start
+# zigzag_positions  a chunk has seqlen // (2 world) tokens;  torch.cat of one torch.arange for each chunk
+# unzigzag          all early halves, then all late halves from the last rank to the first;  torch.cat along dim=1
+# ```
+# </details>
+# </details>
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-5-zigzag", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def zigzag_chunks(rank, world):
+    """The numbers of a rank's two chunks, of 2 * world."""
+    ### BEGIN SOLUTION
+    return rank, 2 * world - 1 - rank
+    ### END SOLUTION
+
+
+def zigzag_positions(seqlen, rank, world):
+    """Where a rank's tokens stand in the whole sequence."""
+    ### BEGIN SOLUTION
+    size, chunks = seqlen // (2 * world), zigzag_chunks(rank, world)
+    return torch.cat([torch.arange(c * size, (c + 1) * size) for c in chunks])
+    ### END SOLUTION
+
+
+def unzigzag(shards):
+    """The whole sequence from all ranks' shards, (batch, seqlen // world, ...) each."""
+    ### BEGIN SOLUTION
+    early, late = zip(*(shard.chunk(2, dim=1) for shard in shards), strict=True)
+    return torch.cat([*early, *reversed(late)], dim=1)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-5-zigzag-chunks", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_zigzag_chunks(zigzag_chunks)
+### BEGIN HIDDEN TESTS
+checks.check_zigzag_chunks(zigzag_chunks, seed=51)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-5-zigzag-positions", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_zigzag_positions(zigzag_positions)
+### BEGIN HIDDEN TESTS
+checks.check_zigzag_positions(zigzag_positions, seed=52)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-5-zigzag-inverse", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_unzigzag(unzigzag)
+### BEGIN HIDDEN TESTS
+checks.check_unzigzag(unzigzag, seed=53)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Four ranks with your order, each with its own queries and, here, all keys. Together they give the attention of one
+# device, and each has the same number of visible pairs of query and key:
+
+# %% tags=["nbval-check-output"]
+own_positions = checks.solution_or_reference(
+    zigzag_positions,
+    lambda seqlen, rank, world: positions_of(seqlen // world, rank, world, zigzag=True),
+    checks.check_zigzag_positions,
+)
+own_unzigzag = checks.solution_or_reference(
+    unzigzag, lambda shards: unshard_sequence(shards, zigzag=True), checks.check_unzigzag
+)
+whole = torch.randn(3, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+exact, _ = standard_attention(*whole, causal=True)
+shards, work = [], []
+for rank in range(4):
+    local = own_positions(64, rank, 4)
+    visible = local[:, None] >= torch.arange(64)
+    shards.append(standard_attention(whole[0][:, local], *whole[1:], mask=visible)[0])
+    work.append(int(visible.sum()))
+found = own_unzigzag(shards)
+print(f"as on one device: {bool((found - exact).abs().max() < 2e-6)}; pairs of each rank: {work}")
+
+
+# %% [markdown]
+# ## Data parallelism
+#
 # What does DDP do between your backward pass and your optimizer? What does FSDP do
 # around each layer? Write both. Each rank communicates through an object `comm`: `comm.world` is the number of ranks, and
 # there are three operations:

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # A ring's backward
 #
-# **Time** about 23 minutes. **You need** notebook 3 up to section 3.13, and exercise 1-5 of [backward](backward.ipynb).
+# **Time** about 23 minutes. **You need** notebook 3 up to section 3.11, and exercise 1-5 of [backward](backward.ipynb).
 # **Exercise** 3-7, 1 bonus point, beside the 100 of the four notebooks. **Theory** chapter
 # [11, Several devices](../../theory/11-several-devices.md#a-ring-backward).
 
@@ -27,8 +27,8 @@ environment_card()
 
 
 # %% [markdown]
-# The ring of notebook 3, section 3.13 has only a forward pass. The backward pass sends keys and
-# values around once more, together with the gradients of K and V (notebook 3, section 3.11). After how many steps are these
+# The ring of notebook 3, section 3.11 has only a forward pass. The backward pass sends keys and
+# values around once more, together with the gradients of K and V (notebook 3, section 3.9). After how many steps are these
 # gradients back on their own rank?
 #
 # ![Whose keys each of four ranks has in each of four steps: rank r has those of rank r minus the step. If these keys come from a later rank, the mask hides them.](../../theory/figures/ring-steps.png)
@@ -136,5 +136,5 @@ def ring_on_processes(backward, *shards):
 checks.check_ring_backward(own_backward, worlds=(3,), run=ring_on_processes)
 
 # %% [markdown]
-# Together with your forward pass of notebook 3, section 3.13, this is a complete ring with gradients.
+# Together with your forward pass of notebook 3, section 3.11, this is a complete ring with gradients.
 # `labsupport/distributed/minimal_ring.py` puts both into one autograd function of 60 lines.

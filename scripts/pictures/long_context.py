@@ -230,3 +230,57 @@ def step(panels):
         "Measured on a CPU: 4 layers of width 128, 4 heads, 1,024 tokens, vocabulary 4,096, "
         "float32, without weights and their gradients.",
     )
+
+
+@d.picture("long-context-reach.png", (8.8, 3.9))
+def reach(axes):
+    """The longest sequence that trained in 16 GiB, one remedy after another."""
+    runs = ("short-h200", "long-h200", "stream-h100", "million-h200")
+    rows = [row for run in runs for row in load_run(f"context-16gib-{run}").to_dict("records")]
+    names, longest = [row["backend"] for row in rows], [row["seqlen"] for row in rows]
+    axes.barh(names, longest, 0.66, color=d.BLUE)
+    for y, tokens in enumerate(longest):
+        d.words(axes, tokens * 1.08, y, f"{tokens:,}", 9, "black", va="center")
+    axes.set_xscale("log", base=2)
+    ticks = [2**k for k in range(11, 22, 2)]
+    axes.set_xticks(ticks, [d.short_count(tick) for tick in ticks])
+    axes.set(xlim=(1024, 2**21.6), xlabel=TOKENS)
+    axes.invert_yaxis()
+    d.plain(axes, "x")
+    return (
+        f"The same model, the same 16 GiB: from {longest[0]:,} tokens to {longest[-1]:,}",
+        "The longest sequence that trained: GPT-2 small's shape with RoPE, batch 1. Each row adds "
+        "a remedy.\nMeasured on an H200 with a limited allocator (the 16-bit stream: on an H100); "
+        "data/runs/context-16gib-….",
+    )
+
+
+@d.picture("rotary-turn.png", (9.0, 3.5), 1, 3)
+def rotary_turn(panels):
+    """A fast and a slow pair over positions; and a query and a key, moved on together."""
+
+    def draw(axes, angle, colour, text, length=1.0):
+        end = length * math.cos(angle), length * math.sin(angle)
+        arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", end, (0, 0), arrowprops=arrow)
+        at = (1 + 0.17 / length) * end[0], (1 + 0.17 / length) * end[1]
+        d.words(axes, *at, text, 9, colour, ha="center", va="center")
+
+    for axes, text in zip(panels, ("fast pair: 0.8 rad a token", "slow pair: 0.1 rad a token",
+                                   "2 tokens apart, anywhere"), strict=True):  # fmt: skip
+        axes.set(xlim=(-1.45, 1.45), ylim=(-1.25, 1.3), aspect="equal")
+        axes.axis("off")
+        axes.set_title(text, fontsize=10)
+        circle = [2 * math.pi * i / 100 for i in range(101)]
+        axes.plot(*np.array([(math.cos(a), math.sin(a)) for a in circle]).T, color=d.PALE)
+    for axes, speed in zip(panels, (0.8, 0.1), strict=False):
+        for position in (0, 1, 2, 3) if speed > 0.5 else (0, 2, 4, 6):
+            draw(axes, position * speed, d.BLUE, str(position))
+    for first, length in ((0, 1.0), (4, 0.62)):
+        draw(panels[2], 0.8 * first, d.ORANGE, f"key {first}", length)
+        draw(panels[2], 0.8 * (first + 2) - 0.3, d.BLUE, f"query {first + 2}", length)
+    return (
+        "Each position turns a pair further; the angle between two depends on their distance alone",
+        "One pair of numbers as an arrow, with its position. On the right, query and key move on "
+        "by four tokens (short arrows):\nthe angle between them is the same.",
+    )

@@ -118,3 +118,52 @@ def hops(axes):
         "their makers promise, each way (labsupport.distributed.scaling); no latency, no "
         "merging.",
     )
+
+
+@d.picture("ring-circle.png", (8.6, 3.4), 1, 2)
+def ring_circle(panels):
+    """Four ranks on a circle: queries stay, keys and values travel; two steps side by side."""
+    places = [(0, 1), (1, 0), (0, -1), (-1, 0)]
+    for step, axes in enumerate(panels):
+        axes.set(xlim=(-1.75, 1.75), ylim=(-1.4, 1.4), aspect="equal")
+        axes.axis("off")
+        axes.set_title(f"step {step}", fontsize=11)
+        for rank, (x, y) in enumerate(places):
+            owner = (rank - step) % WORLD
+            d.box(axes, x - 0.62, y - 0.26, RANKS[rank], f"Q{rank}", 0.5, 0.52)
+            d.box(axes, x - 0.1, y - 0.26, RANKS[owner], f"K{owner} V{owner}", 0.74, 0.52)
+            d.words(axes, x, y + 0.31, f"rank {rank}", 8.5, ha="center")
+            there = places[(rank + 1) % WORLD]
+            start, end = ((0.34 * a + 0.66 * b, 0.34 * c + 0.66 * e) for a, b, c, e in (
+                (there[0], x, there[1], y), (x, there[0], y, there[1])))  # fmt: skip
+            d.arrow(axes, start, end)
+    return (
+        "Queries stay; keys and values move on to the next rank in each step",
+        "Four ranks, each with a quarter of the sequence. After four steps, each query has met "
+        "each key.",
+    )
+
+
+@d.picture("shard-edge.png", (8.6, 2.9))
+def shard_edge(axes):
+    """Labels shifted before and after a sequence is cut in two."""
+    tokens = ("the", "key", "is", "in", "room", "G", ".", "So")
+    axes.set(xlim=(-2.9, 9.2), ylim=(4.5, -0.75))
+    axes.axis("off")
+    for column in range(8):
+        left = column + (0.5 if column > 3 else 0)
+        d.box(axes, left, 0, RANKS[0] if column < 4 else RANKS[2], tokens[column])
+        right = tokens[column + 1] if column < 7 else "–"
+        first = 0 if column < 4 else 4  # after the cut, a shard can only look into itself
+        own = tokens[first + (column - first + 1) % 4] if column < 7 else right
+        d.box(axes, left, 1.5, d.TILE, right)
+        d.box(axes, left, 3, d.RED if own != right and column == 3 else d.TILE, own)
+    d.words(axes, 2, -0.2, "rank 0", 9, RANKS[0], ha="center")
+    d.words(axes, 6.5, -0.2, "rank 1", 9, RANKS[2], ha="center")
+    for y, text in ((0, "tokens"), (1.5, "labels, shifted\nbefore the cut"),
+                    (3, "labels, shifted\nafter the cut")):  # fmt: skip
+        d.words(axes, -2.9, y + 0.5, text, 9, "black", va="center")
+    return (
+        "Shift the labels before you cut: the last token of a shard needs its neighbour's first",
+        "Red: after “in”, the model would learn to say “the”, the first token of its own shard.",
+    )

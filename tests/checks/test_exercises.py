@@ -22,7 +22,6 @@ DTYPES = (checks.check_half_dtype_values, checks.check_half_dtype_edges)
 FP8 = (checks.check_fp8_tensor, checks.check_fp8_blocks)
 VISIBLE = (checks.check_visible_positions, checks.check_visible_padding)
 MERGE = (checks.check_merge_values, checks.check_merge_edges)
-BYTES = (checks.check_kept_blocks, checks.check_kept_checkpoint, checks.check_kept_loss)
 CACHE = (checks.check_cache_values, checks.check_cache_growth)
 POLICY = (checks.check_policy_devices, checks.check_policy_range, checks.check_policy_memory)
 OWN = (checks.check_registered_values, checks.check_registered_models)
@@ -96,7 +95,6 @@ SOLVED = {
         "pairs_to_halves": (checks.check_rope_conventions,),
     },
     "ex-3-2-chunked-loss": {"ChunkedLoss": (checks.check_loss_values, checks.check_loss_gradients)},
-    "ex-3-3-kept-bytes": {"kept_bytes": BYTES},
     "ex-3-4-merge": {"merge": MERGE, "merge_all": (checks.check_merge_all,)},
     "ex-3-5-zigzag": {
         "zigzag_chunks": (checks.check_zigzag_chunks,),
@@ -246,7 +244,6 @@ TABLES = {
     ("ex_3_1_rotary", "pairs_to_halves", "ROW_MISTAKES"): checks.check_rope_conventions,
     ("ex_3_2_chunked_loss", "ChunkedLoss", "LOSS_MISTAKES"): checks.check_loss_values,
     ("ex_3_2_chunked_loss", "ChunkedLoss", "GRADIENT_MISTAKES"): checks.check_loss_gradients,
-    ("ex_3_3_kept_bytes", "held_bytes", "MISTAKES"): BYTES,
     ("ex_3_4_merge", "merge", "MERGE_MISTAKES"): MERGE,
     ("ex_3_4_merge", "merge_all", "ALL_MISTAKES"): checks.check_merge_all,
     ("ex_3_5_zigzag", "zigzag_chunks", "CHUNK_MISTAKES"): checks.check_zigzag_chunks,

@@ -180,7 +180,7 @@ have no time (NaN): drop them
 POSITIONAL = mistakes(r"""
 not depend on positions
     turned = -> cos, sin = cos * 0 + 1, sin * 0\n    turned =
-t - u alone
+A minus is missing
     cos - second -> cos + second
 cast it back
     .to(x.dtype) ->
@@ -236,11 +236,27 @@ def test_other_wrong_work_is_refused(check, student, said):
 
 
 def test_angles_that_do_not_come_from_positions_are_found():
-    for first in ("torch.arange(len(positions))", "(positions - positions[0] % 200)"):
+    for first, said in (
+        ("torch.arange(len(positions))", "The values in `positions` are ignored"),
+        ("(positions - positions[0] % 200)", "6 ... 11"),
+    ):
         angles = mutant(ex_3_1_rotary.rotary_angles, ("positions[:, None]", f"{first}[:, None]"))
-        assert "6 ... 11" in diagnosis(
-            checks.check_rope_positions, angles, ex_3_1_rotary.apply_rope
-        )
+        assert said in diagnosis(checks.check_rope_positions, angles, ex_3_1_rotary.apply_rope)
+
+
+def test_a_hook_that_asked_too_early_is_not_called_a_clone_alone():
+    def attach(parameters, comm, is_last):
+        last = is_last()
+
+        def average(p):
+            if last:
+                comm.all_reduce(p.grad)()
+                p.grad /= comm.world
+
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(average)
+
+    assert "call `is_last()` in the hook" in diagnosis(checks.check_average_each, attach)
 
 
 LAST = 'return tied.loc[tied.peak_memory_bytes.idxmin(), "backend"]'
@@ -480,6 +496,10 @@ def at_once(parts):
     return (weights * torch.stack(outs).float()).sum(0).to(outs[0].dtype), lse
 
 
+def copies(parts):
+    return at_once([(part.clone(), part_lse.clone()) for part, part_lse in parts])
+
+
 def right_for_lists_only(parts):
     if isinstance(parts, list):
         return ex_3_4_merge.merge_all(parts)
@@ -488,7 +508,11 @@ def right_for_lists_only(parts):
 
 @pytest.mark.parametrize(
     ("student", "said"),
-    [(at_once, "Merge each as it comes"), (right_for_lists_only, "Only the first two parts")],
+    [
+        (at_once, "Merge each as it comes"),
+        (right_for_lists_only, "Only the first two parts"),
+        (copies, "copies of all parts are stored"),
+    ],
 )
 def test_parts_that_come_one_at_a_time_must_be_merged_as_they_come(student, said):
     assert said in diagnosis(checks.check_merge_all, student)

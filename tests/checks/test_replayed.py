@@ -143,7 +143,7 @@ TWO = [
         checks.check_loss_gradients,
         mutant(
             ex_3_2_chunked_loss.ChunkedLoss,
-            ("-torch.ones_like", "0 * torch.ones_like", "kept[:, None] / count", "kept[:, None]"),
+            ("-torch.ones_like", "0 * torch.ones_like", "d /= count", "pass"),
         ),
         ("minus one at the label", "not divided by the number"),
     ),

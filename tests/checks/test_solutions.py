@@ -17,7 +17,6 @@ RENAMED = {
     "my_flash_backward": "flash_backward",
     "amdahl": "overall_speedup",
     "attention_flop_share": "flop_share",
-    "kept_bytes": "held_bytes",
 }
 # Where the two differ, and why.
 DIFFERENT = {

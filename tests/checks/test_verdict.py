@@ -2,6 +2,7 @@
 
 import random
 
+import jupytext
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from labsupport.checks import (
     verdict,
 )
 from labsupport.checks.verdict import Mistake, judge, mistakes, mutant
+from labsupport.paths import notebooks_dir
 from labsupport.profiling import measure_peak_memory
 from labsupport.profiling.grids import Case, case_of, passes_of
 from labsupport.profiling.runs import load_run
@@ -196,9 +198,13 @@ def test_planned_bytes_come_within_a_tenth_of_a_measured_step(
         parameter.grad = torch.zeros_like(parameter)
     tokens = torch.randint(vocab, (1, 512), generator=torch.Generator().manual_seed(0))
     measured = measure_peak_memory(lambda: model(tokens, tokens).backward(), device="cpu")
-    options = {"stores_scores": stores_scores, "checkpoint": checkpoint, "loss_chunk": chunk}
-    predicted = checks.ex_3_3_kept_bytes.held_bytes(
-        512, **shape, mlp_width=512, vocab=vocab, **options
+    (counted,) = (
+        cell.source
+        for cell in jupytext.read(notebooks_dir() / "03-Long_Sequence_Training.py").cells
+        if cell.source.startswith("def kept_bytes")
+    )
+    predicted = function(counted, "kept_bytes")(
+        512, *shape.values(), 512, vocab, stores_scores, checkpoint, chunk
     )
     assert predicted == pytest.approx(measured.peak_bytes, rel=0.1)
 
