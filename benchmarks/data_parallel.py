@@ -8,8 +8,7 @@ others wait. Weak scaling: each rank has the same tokens, however many there are
 
     efficiency = tokens/s of W ranks / (W · tokens/s of one rank alone)
 
-(In a ring, all of them are one sequence, with more attention.) What `distributed.scaling` predicts
-from one rank alone is printed before a case is measured.
+(In a ring, all of them are one sequence, with more attention.)
 
 If a rank is left waiting, the process group's timeout ends the wait; with NCCL it ends the program,
 and what was measured until then is kept (--save).
@@ -44,13 +43,7 @@ from labsupport.distributed.data_parallel.fsdp import shard
 from labsupport.distributed.failures import is_lost
 from labsupport.distributed.launch import launch
 from labsupport.distributed.process_group import RankInfo, all_gather_object, cleanup_ddp, setup_ddp
-from labsupport.distributed.scaling import (
-    LINKS,
-    ScalingPrediction,
-    predict_ddp,
-    predict_fsdp,
-    predict_ring,
-)
+from labsupport.distributed.scaling import predict_ring
 from labsupport.distributed.sequence_parallel import shard_model
 from labsupport.profiling.grids import refusal
 from labsupport.profiling.provenance import command_line
@@ -161,7 +154,6 @@ def on_all_ranks(
 def show(table: pd.DataFrame, options: Namespace | None) -> str:
     columns = ["preset", "strategy", "world", "micro_batches", "sync_every", "step_ms"]
     columns += [
-        "predicted_ms",
         "efficiency",
         "state_bytes",
         "predicted_state_bytes",
@@ -221,7 +213,6 @@ def measure_scaling(
     info = RankInfo.current()
     meeting: Any = dist.new_group(backend="gloo", timeout=MEETING)
     groups: dict[int, Any] = {}
-    alone: dict[str, float] = {}  # milliseconds of a step of one rank, by preset
     began = time.monotonic()
 
     def attempt(case: Scaling) -> runner.Row:
@@ -231,12 +222,7 @@ def measure_scaling(
         if case.world not in groups:
             limit = timedelta(seconds=timeout)
             groups[case.world] = dist.new_group(range(case.world), timeout=limit)
-        predicted, own = predicted_ms(case, alone.get(case.preset)), None
-        if info.rank == 0:
-            print(
-                f"predicted: {case.preset} {case.strategy} {case.world}: {predicted:.1f} ms",
-                flush=True,
-            )
+        own = None
         if info.rank < case.world:
             try:
                 own = measure_case(case, groups[case.world], info, steps=steps, warmup=warmup)
@@ -248,10 +234,7 @@ def measure_scaling(
         if failures := [answer for answer in by_rank if isinstance(answer, tuple)]:
             del groups[case.world]  # its ranks may wait for each other: make a new one
             return dict(zip(("status", "reason"), min(failures)[1:], strict=True))
-        columns = columns_of(case, by_rank)
-        if (case.strategy, case.micro_batches) == ("single", 1):
-            alone.setdefault(case.preset, columns["step_ms"])
-        return columns | {"predicted_ms": predicted}
+        return columns_of(case, by_rank)
 
     table = runner.run(
         [runner.Trial(row_of(c), partial(attempt, c)) for c in chosen if c.world <= info.world],
@@ -338,7 +321,7 @@ def row_of(case: Scaling) -> dict[str, Any]:
         sent *= case.micro_batches if case.sync_every else 1
     elif case.strategy == "ring":
         sent = ddp_bytes_sent(4 * parameters, case.world)
-        sent += case.micro_batches * config.layers * ring_of(case, 1.0).sent_bytes
+        sent += case.micro_batches * config.layers * ring_bytes(case)
     elif case.strategy.startswith("fsdp"):
         ranks = case.world
         travels = 2 if case.dtype == "bfloat16" else 4
@@ -355,34 +338,14 @@ def row_of(case: Scaling) -> dict[str, Any]:
     }
 
 
-def ring_of(case: Scaling, single_ms: float) -> ScalingPrediction:
-    """Return the prediction of one layer's attention, of which one rank alone takes so long."""
+def ring_bytes(case: Scaling) -> float:
+    """Return the bytes that a rank sends for one layer's attention in a step."""
     config = DecoderConfig.preset(case.preset)
     return predict_ring(
         case.world, case.batch * case.length, heads=config.heads,
         head_dim=config.width // config.heads, dtype=case.dtype, direction="forward+backward",
-        single_ms=single_ms,
-    )  # fmt: skip
-
-
-def predicted_ms(case: Scaling, alone_ms: float | None) -> float:
-    """Return a step's time as predicted from that of one rank alone; NaN without it."""
-    config, single = DecoderConfig.preset(case.preset), alone_ms or float("nan")
-    if case.micro_batches > 1 or not alone_ms or case.strategy == "single":
-        return single if case.micro_batches == 1 else float("nan")
-    if case.strategy == "ddp":
-        return predict_ddp(config.parameters, case.world, step_ms=single).total_ms
-    if case.strategy.startswith("fsdp"):
-        return predict_fsdp(
-            config.parameters, case.world, step_ms=single, blocks=config.layers, dtype=case.dtype,
-            cpu_offload=case.strategy == "fsdp, offload",
-        ).total_ms  # fmt: skip
-    # Attention's part of a step by its operations; then the gradients are summed, nothing beside.
-    attention = 3.5 * 2 * config.layers * case.length * config.width
-    own_ms = single * attention / (attention + 6 * config.parameters)
-    ring = ring_of(case, own_ms / config.layers)
-    summed = ddp_bytes_sent(4 * config.parameters, case.world) / LINKS[0].gb_s / 1e6
-    return single - own_ms + config.layers * ring.total_ms + summed
+        single_ms=1.0,
+    ).sent_bytes  # fmt: skip
 
 
 def columns_of(case: Scaling, by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:

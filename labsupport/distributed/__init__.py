@@ -4,7 +4,7 @@ minimal_ring        ring attention in 60 lines, to read first
 ring/               attention over a sequence that no single device holds
 sequence_parallel   a model whose sequence is sharded over the ranks
 data_parallel/      other data on each rank: DDP, FSDP
-scaling             what larger worlds and other links would give, predicted
+scaling             a ring on larger worlds and other links, predicted
 by_hand             one rank's communication, real or rehearsed by threads: exercises 3-6 and 3-7
 process_group       which rank this process is, and its device
 launch              a function in several processes of this machine

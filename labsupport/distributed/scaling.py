@@ -1,4 +1,4 @@
-"""Predictions for several devices: ring attention, DDP and FSDP, from compute and links.
+"""Predictions for ring attention on several devices, from compute and links.
 
 A prediction combines the time of one device and the bandwidth of a link, with the schedule of
 `Plan`. It ignores latencies, starting kernels, links that share a switch, and clocks that fall
@@ -7,14 +7,6 @@ when all devices work: so it is a bound on efficiency. Theory chapter 11 derives
 A ring. In each step a rank computes with the keys that it holds, while those of the next step, and
 its last share of dK and dV, travel. For each pair and head, compute is 4 d FLOPs forward, 10 d
 backward (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1).
-
-DDP. Gradients become ready at an even rate during the backward. Each bucket is all-reduced when it
-is ready and the one before is done; what is not done when the backward ends is exposed (Li et al.,
-arXiv 2006.15704, section 3.2).
-
-FSDP. A block's parameters are gathered, and its gradients reduced, while a neighbour computes; the
-first gather and the last reduction are exposed. Offloaded shards cross PCIe, and the CPUs' memory
-limits AdamW.
 """
 
 from __future__ import annotations
@@ -24,14 +16,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
 from labsupport.distributed.ring.plan import Plan
 
 Layout = Literal["contiguous", "zigzag"]
 Direction = Literal["forward", "backward", "forward+backward"]
 PRODUCTS = {"forward": 2, "backward": 5, "forward+backward": 7}
 ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-BUCKET_BYTES = 25 * 2**20  # DDP's default
 Messages = Counter[tuple[int, int]]  # bytes by sender and receiver
 
 
@@ -54,7 +44,7 @@ LINKS = (
 
 @dataclass(frozen=True)
 class ScalingPrediction:
-    """Ring attention of one call, or a step of training, on several devices.
+    """Ring attention of one call on several devices.
 
     Attributes:
         total_ms: until the last rank is done.
@@ -67,9 +57,6 @@ class ScalingPrediction:
     exposed_ms: float
     sent_bytes: float
     efficiency: float
-
-
-# --- ring attention -------------------------------------------------------------------------------
 
 
 def predict_ring(
@@ -190,65 +177,3 @@ def hides_from(
     a = PRODUCTS[direction] * head_dim * heads / (tflops * 1e12)
     travels = ELEMENT[dtype] * (2 if direction == "backward" else 1)
     return 2 * (kv_heads or heads) * head_dim * travels / (gb_s * 1e9) / a
-
-
-# --- DDP and FSDP ---------------------------------------------------------------------------------
-
-
-def predict_ddp(
-    parameters: int, world: int, *, step_ms: float, gb_s: float = LINKS[0].gb_s
-) -> ScalingPrediction:
-    """Predict a DDP step with one micro-batch from one device's step.
-
-    Args:
-        parameters: their gradients are all-reduced, in float32.
-        step_ms: of one device alone; the backward takes two thirds of it (twice the forward's
-            FLOPs; the optimizer's time is neglected).
-        gb_s: of a link, each way.
-
-    >>> predict_ddp(355_000_000, 8, step_ms=30, gb_s=450).exposed_ms < 0.2
-    True
-    """
-    backward, nbytes = 2 / 3 * step_ms, 4 * parameters
-    sent = ddp_bytes_sent(nbytes, world)
-    buckets = max(1, math.ceil(nbytes / BUCKET_BYTES))
-    done = 0.0
-    for bucket in range(1, buckets + 1):
-        done = max(done, backward * bucket / buckets) + sent / buckets / gb_s / 1e6
-    exposed = done - backward
-    return ScalingPrediction(step_ms + exposed, exposed, sent, step_ms / (step_ms + exposed))
-
-
-def predict_fsdp(
-    parameters: int,
-    world: int,
-    *,
-    step_ms: float,
-    blocks: int,
-    dtype: str = "bfloat16",
-    cpu_offload: bool = False,
-    gb_s: float = LINKS[0].gb_s,
-    host_gb_s: float = LINKS[1].gb_s,
-    cpu_gb_s: float = 100.0,
-) -> ScalingPrediction:
-    """Predict an FSDP step with one micro-batch from one device's step.
-
-    Args:
-        parameters, world, step_ms, gb_s: as for `predict_ddp`.
-        blocks: that are gathered separately.
-        dtype: in which parameters travel; gradients do in float32.
-        cpu_offload: shards in float32 come from the CPU for each gather, gradients go there, and
-            AdamW and the clipping of gradients read and write 40 bytes a parameter there.
-        host_gb_s: of a GPU's link to its host. cpu_gb_s: of the host's memory, for all ranks.
-
-    >>> round(predict_fsdp(1_500_000_000, 8, step_ms=600, blocks=48).exposed_ms, 1)
-    0.4
-    """
-    elements = (world - 1) / world * parameters
-    gather, reduce = (size * elements / gb_s / 1e6 for size in (ELEMENT[dtype], 4))
-    moved = 4 * parameters / world / host_gb_s / 1e6 if cpu_offload else 0.0
-    forward = max(step_ms / 3, gather, moved) + (gather + moved) / blocks
-    backward = max(2 / 3 * step_ms, gather + reduce, moved) + (reduce + moved) / blocks
-    update = 40 * parameters / cpu_gb_s / 1e6 if cpu_offload else 0.0
-    total, sent = forward + backward + update, round((2 * ELEMENT[dtype] + 4) * elements)
-    return ScalingPrediction(total, total - step_ms, sent, step_ms / total)

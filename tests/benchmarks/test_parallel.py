@@ -64,10 +64,6 @@ def test_all_ranks_have_one_table_whose_columns_mean_what_they_say_and_failures_
     assert always.all_reduces == 3 * once.all_reduces >= 3
     assert always.all_reduced_bytes == 3 * once.all_reduced_bytes == 12 * parameters
     assert once.predicted_sent_bytes == ddp_bytes_sent(once.all_reduced_bytes, 2)
-    # One rank's step is what the others are predicted from; a ring's sequence is twice as long.
-    assert ddp.predicted_ms == pytest.approx(row["single"].step_ms, rel=0.05)
-    assert ddp.predicted_ms < row["ring"].predicted_ms < 2 * ddp.predicted_ms
-    assert row["offload"].predicted_ms > fsdp.predicted_ms
     assert row["single"].efficiency == 1
     assert ddp.efficiency == pytest.approx(row["single"].step_ms / ddp.step_ms)
     without = data_parallel.with_efficiency(table[table.strategy != "single"])

@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
 from labsupport.distributed.ring import last_ring_call, ring_attention
 from labsupport.distributed.scaling import (
     PRODUCTS,
     hides_from,
-    predict_ddp,
-    predict_fsdp,
     predict_ring,
 )
 
@@ -95,39 +92,6 @@ def test_predicted_bytes_are_those_of_a_real_ring(workers, world, layout, causal
     for both, direction in enumerate(("forward", "forward+backward")):
         guess = predict_ring(world, 8, **sizes, **call, direction=direction, single_ms=1)
         assert guess.sent_bytes == max(rank[both] for rank in by_rank), direction
-
-
-# --- DDP ------------------------------------------------------------------------------------------
-
-
-def test_the_part_of_an_all_reduce_that_the_backward_cannot_cover_is_exposed():
-    """100 Mi parameters are 16 buckets of 25 MiB; the first can go when it is complete."""
-    nbytes = 4 * 100 * 2**20
-    fast = predict_ddp(100 * 2**20, 4, step_ms=90, gb_s=450)
-    last = ddp_bytes_sent(nbytes, 4) / 16 / 450e9 * 1e3
-    assert fast.exposed_ms == pytest.approx(last)
-    assert fast.efficiency == pytest.approx(90 / (90 + last))
-    slow = predict_ddp(100 * 2**20, 4, step_ms=90, gb_s=1.25)
-    assert slow.sent_bytes == ddp_bytes_sent(nbytes, 4)
-    assert slow.exposed_ms == pytest.approx(slow.sent_bytes / 1.25e6 - 60 * 15 / 16)
-    alone = predict_ddp(100 * 2**20, 1, step_ms=90, gb_s=1.25)
-    assert (alone.exposed_ms, alone.efficiency) == pytest.approx((0, 1))
-    bucket = predict_ddp(10**6, 2, step_ms=9, gb_s=1)  # one cannot overlap
-    assert bucket.exposed_ms == pytest.approx(4)
-
-
-def test_under_fsdp_the_first_gather_and_the_last_reduction_are_exposed():
-    call = {"step_ms": 300, "blocks": 10, "gb_s": 100}
-    alone = predict_fsdp(10**9, 1, **call)
-    assert (alone.exposed_ms, alone.efficiency) == pytest.approx((0, 1))
-    gather, reduce = 2 * 10, 4 * 10  # ms: three quarters of the parameters, a GB in 10 ms
-    found = predict_fsdp(4 * 10**9 // 3, 4, **call)
-    assert found.exposed_ms == pytest.approx((gather + reduce) / 10)
-    assert found.sent_bytes == pytest.approx((2 * gather + reduce) * 100e6)
-    slow = predict_fsdp(4 * 10**9 // 3, 4, **call | {"gb_s": 10})
-    assert slow.total_ms == pytest.approx((2 * 200 + 400) + 200 / 10 + 400 / 10)
-    offloaded = predict_fsdp(10**9, 1, **call, cpu_offload=True, host_gb_s=1000, cpu_gb_s=50)
-    assert offloaded.exposed_ms == pytest.approx(40 / 50 * 1000 + 2 * 4 / 10)
 
 
 def test_what_does_not_fit_or_exist_is_refused():
