@@ -17,6 +17,7 @@ from grader.remote.values import (
     pack,
     receive,
     send,
+    sent,
     span,
     strided,
     tensors_in,
@@ -142,7 +143,7 @@ class Session:
             if kind != "view":
                 raise FrameError("a value of no known kind")
             index, shape, stride, offset = content
-            x = arguments[index].detach()
+            x = sent(arguments[index].detach())
             return strided(x, shape, stride, offset, span_limit=span(x))
 
         frame = pack(request, self._refer)

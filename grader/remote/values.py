@@ -82,6 +82,11 @@ def span(x: Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
+def sent(x: Tensor) -> Tensor:
+    """Return a tensor with the strides that it has in a frame: its own, or few for a sparse one."""
+    return x.contiguous() if span(x) > 4 * x.numel() else x
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in tuples, lists and dicts, in the order of a frame."""
     if isinstance(value, Tensor):
@@ -148,9 +153,7 @@ class _Packer:
     def tensor(self, x: Tensor) -> Any:
         if x.numel() * x.element_size() > self.limit:  # though it may take four bytes
             raise FrameError("a value that is too large")
-        data = x.detach().cpu().as_subclass(Tensor)
-        if span(data) > 4 * data.numel():
-            data = data.contiguous()
+        data = sent(x.detach().cpu().as_subclass(Tensor))
         # The memory between the first element and the last: strides arrive as they are.
         flat = data.as_strided((span(data),), (1,))
         return ["tensor", [self.store(flat), list(x.shape), list(data.stride()), x.requires_grad]]

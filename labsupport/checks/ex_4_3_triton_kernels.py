@@ -9,6 +9,7 @@ mistake of a kernel is an edit here, too.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import inspect
@@ -258,9 +259,9 @@ def _no_kernel(kernel: Any) -> str:
     used: dict[str, Any] = {f"{one!r}": one for one in function.__defaults__ or ()}
     for line in dis.get_instructions(function):
         if line.opname == "LOAD_GLOBAL":
-            used[line.argval] = function.__globals__.get(
-                line.argval, line.argval in BUILTINS or len
-            )
+            # A name that is nowhere is an error of Python's, which says so better.
+            unknown = None if line.argval in BUILTINS else getattr(builtins, line.argval, None)
+            used[line.argval] = function.__globals__.get(line.argval, unknown)
         elif line.opname in ("IMPORT_NAME", "MAKE_FUNCTION", "LOAD_DEREF") or (
             line.opname == "LOAD_ATTR" and line.argval in ("handle", "data", "__globals__")
         ):

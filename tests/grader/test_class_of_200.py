@@ -20,7 +20,7 @@ import pytest
 from grader.grade.results import read_results
 from labsupport.paths import notebooks_dir, notebooks_in
 
-# What a student's first exercise holds; "solved" and "untouched" ones are so as a whole.
+# What a student's last exercise holds, on which no other depends; "solved" and "untouched" ones are so as a whole.
 WORK = ("solved", "hostile", "untouched", "solved", "", "solved", "def f(:", *["solved"] * 3)
 HOSTILE = (
     "import os\nos._exit(0)",
@@ -41,13 +41,13 @@ def hand_in(folder, students, notebooks):
         for path in notebooks:
             notebook = json.loads(path.read_text(encoding="utf-8"))
             roles = [cell["metadata"].get("nbgrader", {}) for cell in notebook["cells"]]
-            first = next(role["grade_id"] for role in roles if role.get("solution"))
-            lost = "" if work == "untouched" else first
+            last = [role["grade_id"] for role in roles if role.get("solution")][-1]
+            lost = "" if work == "untouched" else last
             points = 0
             for cell, role in zip(notebook["cells"], roles, strict=True):
                 if role.get("solution") and work == "untouched":
                     cell["source"] = ""
-                elif role.get("grade_id") == first and work != "solved":
+                elif role.get("grade_id") == last and work != "solved":
                     cell["source"] = work
                 if role.get("grade") and (
                     work == "solved" or not role["grade_id"].startswith(lost)

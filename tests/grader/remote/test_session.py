@@ -88,6 +88,8 @@ def test_views_of_an_argument_are_views_of_the_graders_own(session):
     for view, wanted in ((same, x), (part, x[1:, ::2])):
         assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         assert torch.equal(view, wanted)
+    sparse = torch.randn(4, 100)[:, :3]
+    assert torch.equal(session.remote("same_and_part")(sparse)[0], sparse)
 
 
 @pytest.mark.parametrize("given", [torch.ones(3), pd.DataFrame({"ms": [1.0, 2.0]}), [1, 2]])
