@@ -20,7 +20,8 @@ import pytest
 from grader.grade.results import read_results
 from labsupport.paths import notebooks_dir, notebooks_in
 
-# What a student's last exercise holds, on which no other depends; "solved" and "untouched" ones are so as a whole.
+# What a student's last exercise holds, on which no other depends; "solved" and "untouched" ones
+# are so as a whole.
 WORK = ("solved", "hostile", "untouched", "solved", "", "solved", "def f(:", *["solved"] * 3)
 HOSTILE = (
     "import os\nos._exit(0)",

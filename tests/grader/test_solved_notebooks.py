@@ -10,22 +10,18 @@ from grader.grade.results import Settings
 from grader.grade.submissions import find_submissions
 from labsupport.paths import notebooks_dir, notebooks_in
 
-NOTEBOOKS = {"01": 25, "02": 24, "03": 24, "04": 24}
-BONUS = {path.stem for path in notebooks_in(notebooks_dir()) if path.parent.name == "further"}
+NOTEBOOKS = notebooks_in(notebooks_dir())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [*NOTEBOOKS, *sorted(BONUS)])
-def test_a_solved_notebook_gets_all_points(tmp_path, number):
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_solved_notebook_gets_all_points(tmp_path, notebook):
     ada = tmp_path / "submissions" / "ada"
     ada.mkdir(parents=True)
-    found = notebooks_in(notebooks_dir())
-    (notebook,) = (path for path in found if path.name.startswith(number))
     shutil.copy(notebook, ada)
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     roles = [cell["metadata"].get("nbgrader", {}) for cell in cells]
     worth = sum(role.get("points", 0) for role in roles)
-    assert number in BONUS or worth == NOTEBOOKS[number]
 
     # On a busy machine a check may take longer than a class's limits allow.
     settings = Settings(cell_timeout_s=300, notebook_timeout_s=600, jobs=1, unconfined=True)
