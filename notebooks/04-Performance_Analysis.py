@@ -54,8 +54,9 @@ q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
 # %% [markdown]
 # ## 4.1 · Where does the time go?
 #
-# A *profiler* shows which part of a call takes the time: it records each operator, and on a GPU each kernel. Textbook attention is two matrix products and a softmax, and nearly all of its FLOPs are in the
-# products. **Predict first**: what share of its *time* do they take?
+# A *profiler* shows which part of a call takes the time: it records each operator, and on a GPU each kernel. Textbook
+# attention is two matrix products and a softmax, and nearly all of its FLOPs are in the products. **Predict first**: what
+# share of its *time* do they take?
 
 # %%
 predicted_share = None  # your guess, a number between 0 and 1
@@ -422,8 +423,9 @@ for name, kernel in kernels.items():
     call = partial(kernel, *some, causal=True)
     try:
         out, lse = call()
-    except Exception as error:  # not written yet, or not part of this edition
-        print(f"{name:12} does not run here: {type(error).__name__}")
+    except Exception as error:
+        why = "is not written yet, or fails" if name == "yours" else "does not run here"
+        print(f"{name:12} {why}: {type(error).__name__}")
         continue
     off = (out - exact).abs().max(), (lse - exact_lse).abs().max()
     ms = f", {min(milliseconds(call) for _ in range(5)):.3g} ms" if gpu else ""
@@ -919,8 +921,8 @@ print(found.round(1).to_string(index=False))
 
 # %% [markdown]
 # Without a mask, two numbers predict cuDNN's times within about one percent. With a causal mask the error is several times as
-# large: a tile on the diagonal is computed whole, and half of it is thrown away. That costs time in proportion to $N$, neither a
-# start nor $N^2$. Held-out rows show this; fitted ones would not. The package has a term for it. One prediction of it:
+# large: a tile on the diagonal is computed whole, and half of it is thrown away. That costs time in proportion to $N$, which
+# neither number can express. Held-out rows show this; fitted ones would not. The package has a term for it:
 
 # %%
 asked = Case("sdpa_cudnn", 6144, batch=4, heads=16, dtype="bfloat16", causal=True)

@@ -109,20 +109,20 @@ _LANES = {
 
 
 def _draw_walk(axes: Axes, seqlen: int, block: int, causal: bool, program: int, first: int) -> None:
-    now, hidden, before, beyond = _LANES.values()
+    now, hidden, before, beyond, later, outside = range(6)
     side = -(-seqlen // block) * block
-    for i in range(side):
-        for j in range(side):
-            visible = j <= i or not causal
-            colour = PALE
-            if i // block == program and first <= j < first + block:
-                colour = beyond if max(i, j) >= seqlen else now if visible else hidden
-            elif max(i, j) >= seqlen:
-                colour = "white"
-            elif i // block == program and j < first and visible:
-                colour = before
-            cell = Rectangle((j, i), 1, 1, facecolor=colour, edgecolor="white", linewidth=1)
-            axes.add_patch(cell)
+
+    def kind(i: int, j: int) -> int:
+        exists, visible = max(i, j) < seqlen, j <= i or not causal
+        if i // block == program and first <= j < first + block:
+            return beyond if not exists else now if visible else hidden
+        done = i // block == program and j < first and visible
+        return outside if not exists else before if done else later
+
+    axes.pcolormesh(
+        [[kind(i, j) for j in range(side)] for i in range(side)], vmin=0, vmax=5,
+        cmap=ListedColormap([*_LANES.values(), PALE, "white"]), edgecolors="white", linewidth=1,
+    )  # fmt: skip
     corner = Rectangle((first, program * block), block, block, fill=False, edgecolor=BLACK)
     axes.add_patch(corner)
     axes.set(xlim=(0, side), ylim=(side, 0), aspect="equal", xlabel="keys", ylabel="queries")

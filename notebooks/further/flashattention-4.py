@@ -332,7 +332,7 @@ plotting.plot_rescalings(
 # %% [markdown]
 # Without a threshold a row's maximum rises less than four times, but a warp rescales in two tiles of three, because
 # nearly always one of its 32 rows needs it. With 8, random scores of the usual size never need it; those 8 times as large need it
-# once a row. Rising scores need it often. Each rescaling raises $r$ by *more* than 8, so a row has fewer than (last maximum - first one) / 8 of them, here 13 instead of 62.
+# once a row. Rising scores need it often. Each rescaling raises $r$ by *more* than 8. So a row has fewer of them than an eighth of its maximum's whole rise: here 13 instead of 62.
 # But the rows of a warp soon rescale in different tiles, so the warp gains little. In this order the threshold helps
 # little; in a random one it saves every rescaling, or half of a warp's if scores are large.
 #
