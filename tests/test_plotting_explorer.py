@@ -72,7 +72,9 @@ def test_pairs_that_do_not_fit_make_the_headline_and_stay_inside_of_the_picture(
 
 
 def test_the_frames_of_a_pass_end_with_the_softmax_and_show_each_rescaling():
-    scores, v = torch.randn(3, 8, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    # Each row rises, so that each tile rescales.
+    scores = torch.arange(24.0, dtype=torch.float64).view(3, 8) / 4
+    v = torch.randn(8, 2, dtype=torch.float64)
     steps = tile_pass(scores, v, block_k=3)
     last = steps[-1]
     torch.testing.assert_close(last["o"] / last["l"][:, None], scores.softmax(-1) @ v)
