@@ -266,7 +266,8 @@ with torch.no_grad():
     logits = smollm2.model(some[:, :-1]).logits[0]
 theirs = F.cross_entropy(logits, some[0, 1:]).item()
 right = nll(with_your_rope(decoder))
-print(f"NLL of SmolLM2: with Transformers' RoPE {theirs:.4f}, with yours {right:.4f}")
+whose = "yours" if own_rope is apply_rope else "the lab's"
+print(f"NLL of SmolLM2: with Transformers' RoPE {theirs:.4f}, with {whose} {right:.4f}")
 assert abs(right - theirs) < 1e-3
 
 # %% [markdown]
@@ -970,7 +971,8 @@ def ring_on_this_rank(whole):
 
 
 found = unshard_sequence(launch(ring_on_this_rank, [whole], processes=2, device="cpu"), zigzag=True)
-print(f"your ring on two processes, largest error: {(found - exact).abs().max():.0e}")
+whose = "your" if own_merge is merge else "the lab's"
+print(f"{whose} ring on two processes, largest error: {(found - exact).abs().max():.0e}")
 assert (found - exact).abs().max() < 2e-6
 
 # %% [markdown]

@@ -6,8 +6,6 @@ rows, plain dicts: pandas makes a table of them.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -121,14 +119,6 @@ def train_on_ranks(
             row["all_reduces"], row["all_reduced_bytes"] = (run.all_reduces or [(None, None)])[-1]
             rows.append(row | vars(run.memory))
         return rows
-
-
-def leave(rank: int = 1) -> None:
-    """Kill one rank, as a system without memory would; the others wait for it."""
-    info = setup_ddp("gloo")
-    if info.rank == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    info.barrier()
 
 
 # --- ring attention, from several sides -----------------------------------------------------------
