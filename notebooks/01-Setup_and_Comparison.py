@@ -668,11 +668,12 @@ predicted_loop = None  # your guess, a number, before you run the next cell
 long = torch.randn(3, 1, 32_768, 64, device=device)
 by_loop = measure_peak_memory(lambda: forward(*long, False, 1024, 1024), device=device)
 taken = by_loop.peak_bytes / 2**20
-checks.compare_prediction("Your loop at 32,768 tokens", predicted_loop, taken, "MiB")
+whose = "Your loop" if mine == "mine" else "The lab's loop"
+checks.compare_prediction(f"{whose} at 32,768 tokens", predicted_loop, taken, "MiB")
 print(f"S and P by formula: {score_bytes(1, 1, 32_768, 4) / 2**20:,.0f} MiB")
 
 # %% [markdown]
-# Your own code has just attended over a whole book chapter.
+# A short loop has attended over a whole book chapter.
 #
 # ### On a data-centre GPU
 #
