@@ -27,6 +27,7 @@ NOT_RUN = {
     "needs a GPU": (
         "nvidia-smi", "nvcc", "benchmarks decode", "benchmarks fp8", "benchmarks gluon_steps",
         "benchmarks loop_orders", "benchmarks training", "benchmarks tune",
+        "--seqlen (4096|.*8192)",
     ),
     "needs other machines, or changes the system": (
         "sudo ", "srun ", "ip netns", "ssh ", "rsync ", "tmux ", "git clone",
