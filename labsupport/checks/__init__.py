@@ -3,9 +3,9 @@
 Each check takes the student's function, calls it on its own inputs and prints one `[ok]` line,
 or raises `CheckFailed` with a diagnosis. `seed` draws other inputs.
 
-An exercise has one file, named by its number: `ex_2_4_amdahl.py` is exercise 2-4. It holds the
+An exercise has one file, named by its number: `ex_2_1_layout.py` is exercise 2-1. It holds the
 reference solution, typical mistakes as edits of that solution with their diagnoses, and the checks.
-A reference is reached through its file: `checks.ex_2_4_amdahl.flop_share`. Solution and mistakes
+A reference is reached through its file: `checks.ex_2_1_layout.split_heads`. Solution and mistakes
 stand between `### BEGIN SOLUTION` and `### END SOLUTION`: where a submission is graded, these lines
 are left out, and everything else still imports. `verdict` judges results and finds the mistake.
 """
@@ -70,10 +70,6 @@ EXERCISES = {
         "check_visible_decoding",
         "check_visible_padding",
         "check_visible_positions",
-    ],
-    "ex_2_4_amdahl": [
-        "check_amdahl",
-        "check_attention_share",
     ],
     "ex_2_5_policy": [
         "check_policy_devices",

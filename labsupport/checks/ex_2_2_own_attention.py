@@ -63,8 +63,14 @@ is_causal=None was passed, and get("is_causal", default) then gives None, not th
 module.is_causal where the result is None.
     kwargs.get("is_causal") -> kwargs.get("is_causal", module.is_causal)
     if causal is None -> if False
+scaling=None means 1 / sqrt(head_dim), not 1: flash_attention understands softmax_scale=None.
+    softmax_scale=scaling -> softmax_scale=scaling or 1.0
 `scaling` is ignored: pass it on as softmax_scale.
     softmax_scale=scaling -> softmax_scale=None
+The scores are multiplied by sqrt(head_dim): pass `scaling` on, or None.
+    softmax_scale=scaling -> softmax_scale=query.shape[-1] ** 0.5
+The scores are scaled twice: flash_attention does it, by softmax_scale.
+    (query, key, value)) -> (query, key, value))\n    q = q * (scaling or 1.0)
 It is causal where the model is not, such as in BERT: ask module.is_causal.
     causal=causal -> causal=True
 The future is visible: module.is_causal is True here, so pass causal=True.

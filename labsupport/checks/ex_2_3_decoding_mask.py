@@ -42,14 +42,24 @@ A query does not see itself: key and query at the same position belong together.
     - seqlen_q -> - seqlen_q - 1
 Each query sees one token of its future: the diagonal is one too far to the right.
     - seqlen_q -> - seqlen_q + 1
+The past is hidden, and the future is visible: keep the lower triangle, tril.
+    .tril( -> .triu(
+The diagonal goes the wrong way: query i is at position i + seqlen_k - seqlen_q, not less.
+    seqlen_k - seqlen_q -> seqlen_q - seqlen_k
 It is inverted: True means that a query MAY look.
     return mask -> return ~mask
 Nothing is hidden. Of several new tokens, the first must not see the last.
     - seqlen_q ->
 Padding is not hidden: `valid` is ignored.
     mask & valid[:, None, None, :] -> mask.expand(len(valid), 1, -1, -1)
+`valid` is inverted: it is True for text, and False for padding.
+    mask & valid -> mask & ~valid
 `valid` hides queries as well as keys. Nobody reads a padding query: hide keys only.
     None, :] -> None, :] & valid[:, None, -seqlen_q:, None]
+`valid` hides queries, not keys: its positions are those of the keys, valid[:, None, None, :].
+    valid[:, None, None, :] -> valid[:, None, -seqlen_q:, None]
+Every text of the batch gets the padding of the first: valid[:, None, None, :] has a row for each.
+    valid[:, None, None, :] -> valid[:1, None, None, :].expand(len(valid), -1, -1, -1)
 Causal OR valid: a key must be both, in the past and text.
     mask & valid -> mask | valid
 The rows of padding tokens, which see no key, were filled. Leave them False: kernels give 0 there.
@@ -68,7 +78,7 @@ def check_visible_positions(student: Student, seed: int = 0) -> None:
 def check_visible_padding(student: Student, seed: int = 0) -> None:
     """Exercise 2-3: keys that are padding are hidden, on the left or on the right."""
     for seqlen_q, seqlen_k, lengths in (
-        *((5, 5, (5, 3, 2)), (1, 6, (6, 4)), (3, 8, (8, 2 + seed % 5)), (3, 3, (3, 3, 1))),
+        *((5, 5, (3, 5, 2)), (1, 6, (6, 4)), (3, 8, (8, 2 + seed % 5)), (3, 3, (3, 3, 1))),
     ):
         _judge(student, seqlen_q, seqlen_k, _left_padded(seqlen_k, lengths))
     _judge(student, 4, 4, _left_padded(4, (2, 4)).flip(1))

@@ -58,6 +58,10 @@ class KVCache:
 CACHE_MISTAKES = mistakes(r"""
 When the buffers grow, the old tokens are lost: copy the filled part into the new buffers.
     new[:, :, :room] = old -> pass
+When the buffers grow, the old values are lost: copy both, keys and values.
+    new[:, :, :room] = old -> new[:, :, :room] = old if old is self.k else 0
+When the buffers grow, the old keys are lost: copy both, keys and values.
+    new[:, :, :room] = old -> new[:, :, :room] = old if old is self.v else 0
 The whole buffers come back, empty slots included: return the first `length` tokens only.
     return self.k[:, :, : self.length], self.v[:, :, : self.length] -> return self.k, self.v
 Each piece overwrites the first tokens: write it after those that are there.
@@ -102,7 +106,10 @@ SPLIT_MISTAKES = mistakes(r"""
 It is the plain average of the parts. A part with higher scores, or more keys, weighs more: its
 weight is exp(lse), divided by the sum of all parts' exp(lse).
     torch.softmax(lse, 0) -> torch.full_like(lse, 1 / len(lse))
-The parts are added up without weights, but each is an average over its own keys.
+The weights add up to 1 over the heads: take the softmax over the parts, the first dimension.
+    torch.softmax(lse, 0) -> torch.softmax(lse, 1)
+The parts are added up without weights (or with a softmax over a dimension of size 1), but each is
+an average over its own keys.
     torch.softmax(lse, 0) -> torch.ones_like(lse)
 The weights do not add up to 1: divide exp(lse) by its sum over the parts.
     torch.softmax(lse, 0) -> lse.exp()
@@ -160,6 +167,14 @@ The numbers are cut off, not rounded: `.to(torch.int8)` drops the decimals. Roun
 The scale comes from the largest number instead of the largest absolute one: negative keys leave the
 range.
     k.abs().amax -> k.amax
+The scale comes from the largest number instead of the largest absolute one: negative keys leave the
+range.
+    k.abs().amax -> k.amax
+    .clamp(-127, 127) ->
+127 is the largest code, so it belongs to the largest absolute value: divide by 127, not by 128.
+    / 127 -> / 128
+The keys are multiplied by the scale: divide, so that codes * scale is about k.
+    (k / scale) -> (k * scale)
 The codes use half of the range or less: the largest absolute value must become 127.
     / 127 -> / 63
 The scale comes back inverted: k is about codes * scale.
@@ -216,11 +231,13 @@ def check_cache_growth(student: Any, seed: int = 0) -> None:
             f"The buffers were replaced {grown} times for 97 tokens. Each time copies all earlier "
             "tokens, N²/2 in all. Double a buffer when it is full: 7 times are enough."
         )
-    for room, length in zip(rooms, lengths, strict=True):
-        if room > max(2 * length, 64):
+    if rooms[0] > 64:
+        raise CheckFailed(f"There is room for {rooms[0]} tokens, but only {lengths[0]} came.")
+    for before, room, length in zip(rooms, rooms[1:], lengths[1:], strict=False):
+        if room > before and room > max(length, 2 * before):
             raise CheckFailed(
-                f"There is room for {room} tokens, but only {length} came: double a full buffer, "
-                "no more."
+                f"For {length} tokens, the room grew from {before} to {room}: take twice the old "
+                "room, or as much as all tokens need, if that is more."
             )
     passed("the buffers double: few copies, and at most half of them empty", seed)
 

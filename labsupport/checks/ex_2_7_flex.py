@@ -60,7 +60,7 @@ The future is not hidden: the window lies before the query, so add the causal ma
     (kv_idx <= q_idx) & ->
 The window reaches into the future as well: it lies before the query only.
     (kv_idx <= q_idx) & (q_idx - kv_idx <= window) -> (q_idx - kv_idx).abs() <= window
-`window` is ignored: that is the causal mask.
+`window` hides nothing: that is the causal mask. A distance into the past is q_idx - kv_idx.
     & (q_idx - kv_idx <= window) ->
 The window is inverted: hidden are the keys that are too far.
     - kv_idx <= window -> - kv_idx > window
@@ -87,6 +87,8 @@ The batch is ignored: every text of the batch has its own documents, ids[b, ...]
     [b, -> [0,
 The batch's number is taken from the heads: ids has (batch, seqlen).
     [b, -> [h % len(ids),
+A later document is not the same one: compare numbers of documents by ==, they have no order.
+    == ids[b, kv_idx] -> >= ids[b, kv_idx]
 It compares positions with numbers of documents: look both positions up in `ids`.
     == ids[b, kv_idx] -> == kv_idx
 """)
@@ -138,6 +140,10 @@ The score itself is lost: add the bias to it.
     score - slopes -> -slopes
 The distance counts in both directions: take its absolute value, as flash-attn does.
     .abs() ->
+The bias grows with the square of the distance: multiply the slope by the distance.
+    .abs() -> ** 2
+The score is multiplied by the bias: subtract it.
+    score - slopes -> score * slopes
 The bias does not depend on the distance: multiply the slope by it.
     * (q_idx - kv_idx).abs() ->
 The bias is that of the key's position alone: the distance is q_idx - kv_idx.
@@ -174,6 +180,8 @@ block_q and block_k are swapped: rows of a tile are queries.
     rows.split(block_k, -> rows.split(block_q,
 "With a mask" must not count the tiles in which everything is visible.
     tiles - skipped - full -> tiles - skipped
+"With a mask" is the number of all tiles: subtract the skipped ones, and those without a mask.
+    tiles - skipped - full -> tiles
 Skipped and full are swapped: True in the mask means visible.
     return skipped, tiles - skipped - full, full -> return full, tiles - skipped - full, skipped
 The counts are in another order: return skipped, masked, full.
@@ -210,6 +218,7 @@ def check_window_mask(student: Student, seed: int = 0) -> None:
 def check_document_mask(student: Student, seed: int = 0) -> None:
     """Exercise 2-7, step 1: packed documents, other ones in each text of the batch."""
     ids = (draw(2, 9, seed=seed) > 0.3).int().cumsum(1) + torch.tensor([[0], [3]])
+    ids = 5 * ids % 13  # numbers in no order
     _judge_mask(student, document_mask, DOCUMENT_MISTAKES, ids)
     passed("a query sees its own document, as far as itself", seed)
 

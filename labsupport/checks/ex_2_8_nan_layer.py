@@ -77,6 +77,10 @@ The division happens twice, in q and in k or the scores: the scale is 1 / sqrt(h
     @ k.mT -> @ k.mT / q.shape[-1] ** 0.5
 The scores are not divided by sqrt(head_dim) at all: then they don't fit anywhere.
     (q / q.shape[-1] ** 0.5) -> q
+The softmax runs over the queries: each query's weights add up to 1 over the keys, softmax(-1).
+    .softmax(-1) -> .softmax(-2)
+A query must see itself: the diagonal stays visible, triu(1).
+    .triu(1) -> .triu()
 The future is not hidden.
     .masked_fill(hidden, -torch.inf) ->
 """)
@@ -117,6 +121,7 @@ def check_careful_attention(student: Student, seed: int = 0) -> None:
     """Exercise 2-8: causal attention in float16 whose scores fit, but not their products."""
     options: dict[str, Any] = {"dtype": torch.float16}
     q, k, v = (x.half() for x in draw(3, 1, 2, 7, 16, seed=seed))
+    q[..., 0], k[..., 0] = 40 * q[..., 0], k[..., 0] / 40  # large inputs, ordinary scores
     judge_call(student, careful_attention, CAREFUL_MISTAKES, (q, k, v), ("out",), **options)
     # Products from 76,800 to 118,400, and scores of a quarter, far apart: a query takes one value.
     signs, sizes = draw(16, seed=seed).sign(), draw(1, 2, 7, 1, seed=seed).argsort(2)

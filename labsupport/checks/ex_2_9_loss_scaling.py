@@ -57,6 +57,8 @@ sum by the other.
     gradients["zero"].sum() / gradients["entries"].sum() -> (gradients["zero"] / gradients["entries"]).mean()
 `bottom` counts entries that are small, but not yet 0.
     gradients["zero"].sum() -> (gradients["zero"] + gradients["bottom"]).sum()
+`bottom` counts entries that are small, but not yet 0: the column is `zero`.
+    gradients["zero"] -> gradients["bottom"]
 That is the share of the entries that are left.
     gradients["zero"].sum() -> (gradients["entries"] - gradients["zero"]).sum()
 That is a percentage: a share lies between 0 and 1.
@@ -85,6 +87,10 @@ The largest gradient leaves float16 with it: round the exponent down, not up or 
     math.floor -> math.ceil
 The largest gradient leaves float16 with it: round the exponent down, not to the nearest.
     math.floor -> round
+A power of 2 has an integer as its logarithm to the base 2: math.log2.
+    math.log2 -> math.log
+A power of 2 has an integer as its logarithm to the base 2: math.log2.
+    math.log2 -> math.log10
 The forward pass is counted as well: only gradients are multiplied by the scale.
     frame[frame["pass"] == "backward"] -> frame
 Take the largest of all rows' `largest`: no gradient may overflow, not only the smallest of them.
@@ -267,6 +273,8 @@ An overflow is not a good step: the count begins with 0.
     return scale / 2, 0 -> return scale / 2, 1
 The scale is doubled, but the count goes on: it begins with 0 again.
     return scale * 2, 0 -> return scale * 2, good_steps + 1
+The step that doubles belongs to the old scale: the count begins with 0 again, not with 1.
+    return scale * 2, 0 -> return scale * 2, 1
 You double one step too late: this step counts, too.
     good_steps + 1 == interval -> good_steps == interval
 The scale never grows.

@@ -237,6 +237,11 @@ def _raised(
             "\nA tensor without entries has no maximum. Compare first, and use any(): "
             "(x >= limit).any() is False where there are none."
         )
+    elif "Use .reshape(...) instead" in str(error):
+        said += (
+            "\n`view` cannot exchange dimensions, and the `.reshape` that PyTorch advises mixes "
+            "them up in a copy: use transpose."
+        )
     elif "must match the size of tensor b" in str(error):
         said += (
             "\nShapes are compared from their last dimension. One number for each row needs a last "

@@ -5,7 +5,6 @@ row of the table begins with *core* or *extra*, names its exercises in bold lett
 has its minutes in the last column but one.
 """
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -68,23 +67,33 @@ def lines_of_path(
         checks: by notebook, as `Progress.checks`.
         boxes: of the student's checklist; empty if there is none.
     """
-    passed: dict[str, bool] = {}
-    for check in itertools.chain(*checks.values()):
-        done = check.status == PASSED
-        passed[check.exercise] = passed.get(check.exercise, True) and done
-    # "ex-1-3-online-softmax" is 1-3 to the path.
-    by_number = {"-".join(name.split("-")[1:3]): name for name in passed}
+    # Exercises by their number, those of further/ apart: "ex-1-3-online-softmax" is 1-3 to the path.
+    passed: dict[tuple[bool, str], dict[str, bool]] = {}
+    for notebook, own in checks.items():
+        for check in own:
+            number = "-".join(check.exercise.split("-")[1:3])
+            parts = passed.setdefault((notebook.startswith("further/"), number), {})
+            parts[check.exercise] = parts.get(check.exercise, True) and check.status == PASSED
+
+    def found(day: Day, kind: str) -> list[dict[str, bool]]:
+        places = (kind == EXTRA, kind != EXTRA)
+        groups = (
+            next((passed[p, number] for p in places if (p, number) in passed), None)
+            for number in day.exercises(kind)
+        )
+        return [group for group in groups if group]
+
     out = []
     for day in days:
-        core = [by_number[number] for number in day.exercises(CORE) if number in by_number]
-        extra = [by_number[number] for number in day.exercises(EXTRA) if number in by_number]
+        core, extra = found(day, CORE), found(day, EXTRA)
         if not core and not extra:
             continue
         ticks = [box.ticked for box in boxes if box.day == day.number]
-        counts = [f"{_count(passed[name] for name in core)} exercises"]
-        counts += [f"{_count(passed[name] for name in extra)} extra"] if extra else []
+        counts = [f"{_count(all(parts.values()) for parts in core)} exercises"]
+        counts += [f"{_count(all(parts.values()) for parts in extra)} extra"] if extra else []
         counts += [f"{_count(ticks)} ticks"] if ticks else []
-        first = next((name for name in [*core, *extra] if not passed[name]), None)
+        every = (item for parts in [*core, *extra] for item in parts.items())
+        first = next((name for name, done in every if not done), None)
         upcoming = f"next: {name_of(first)}" if first else "all exercises done"
         out.append(f"  Day {day.number}: {', '.join(counts)}; {upcoming}")
     if out:

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Training in low precision
 #
-# **Time** about 35 minutes. **You need** notebook 2, section 2.11.
+# **Time** about 35 minutes. **You need** notebook 2, section 2.10.
 # **Exercise** 2-9, 5 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [6, Precision](../../theory/06-precision.md#mixed-precision-training).
 
@@ -25,7 +25,7 @@ torch.manual_seed(0)
 environment_card()
 
 # %% [markdown]
-# The policy of notebook 2, section 2.11 was for inference. A model that is *trained* in 16 bits may fail to learn, without any error.
+# The policy of notebook 2 was for inference. A model that is *trained* in 16 bits may fail to learn, without any error.
 # Here is an example: one layer of attention, which begins to learn 33 letters. It is small enough for every CPU.
 
 # %%

@@ -1,6 +1,7 @@
 """The figures of notebooks 1 and 2: a tile and its row, layouts, and attention inside a model."""
 
 import _draw as d
+import pandas
 
 from labsupport.profiling import load_run
 
@@ -28,6 +29,45 @@ def model_gain(axes):
         f"The same model, the same answers: {gain:.1f} times as fast at {ticks[-1]:,} tokens",
         f"SmolLM2-135M, float32, one text, forward; {record['device']}, {record['date'][:10]} "
         "(data/runs/smollm2-cpu)",
+    )
+
+
+@d.picture("configurations.png", (8.6, 4.4))
+def configurations(axes):
+    """FlashAttention's gain over the textbook, alone, when one property of a call changes."""
+    run = load_run("calibration-cpu")
+    base = {"batch": 1, "heads": 4, "kv_heads": 4, "head_dim": 64, "dtype": "float32",
+            "causal": True, "direction": "forward", "seqlen": 1024}  # fmt: skip
+    changes = {
+        "4 heads of 64, 1,024 tokens, causal": {},
+        "2,048 tokens": {"seqlen": 2048},
+        "a batch of 2": {"batch": 2},
+        "8 heads that share 2 of keys": {"heads": 8, "kv_heads": 2},
+        "with the backward pass": {"direction": "forward+backward"},
+        "head_dim 128": {"head_dim": 128},
+        "not causal": {"causal": False},
+        "bfloat16": {"dtype": "bfloat16"},
+    }
+    gains = []
+    for change in changes.values():
+        wanted = pandas.Series(base | change)
+        rows = run[(run[list(wanted.index)] == wanted).all(axis=1)].set_index("backend")
+        gains.append(rows.median_ms["standard"] / rows.median_ms["sdpa_flash"])
+    colours = [d.BLACK] + [d.BLUE if gain >= gains[0] else d.ORANGE for gain in gains[1:]]
+    axes.barh(range(len(gains)), gains, color=colours, height=0.62)
+    for row, gain in enumerate(gains):
+        d.words(axes, gain + 0.05, row, f"{gain:.1f} ×", 9, "black", va="center")
+    axes.set_yticks(range(len(gains)), list(changes))
+    axes.invert_yaxis()
+    axes.axvline(1, color=d.GREY, linestyle=":")
+    axes.set(xlim=(0, max(gains) * 1.12), xlabel="FlashAttention, times as fast as the textbook")
+    axes.tick_params(axis="y", length=0)
+    d.plain(axes, "x")
+    record = run.attrs["provenance"]
+    return (
+        f"The gain depends on the call: from {min(gains):.1f} to {max(gains):.1f} times as fast",
+        "Attention alone, sdpa_flash against standard, float32 but for the last row, one thread; "
+        f"{record['device']}, {record['date'][:10]}\n(data/runs/calibration-cpu)",
     )
 
 

@@ -60,10 +60,6 @@ SOLVED = {
     },
     "ex-2-2-own-attention": {"lab_attention": (*OWN, checks.check_registered_refusals)},
     "ex-2-3-decoding-mask": {"visible": (*VISIBLE, checks.check_visible_decoding)},
-    "ex-2-4-amdahl": {
-        "amdahl": (checks.check_amdahl,),
-        "attention_flop_share": (checks.check_attention_share,),
-    },
     "ex-2-5-policy": {"my_policy": POLICY},
     "ex-2-6-cache": {"KVCache": CACHE},
     "ex-2-6-split": {"split_decode": (checks.check_split_decode,)},
@@ -219,8 +215,6 @@ TABLES = {
     ("ex_2_1_layout", "split_qkv", "QKV_MISTAKES"): checks.check_split_qkv,
     ("ex_2_2_own_attention", "lab_attention", "MISTAKES"): checks.check_registered_values,
     ("ex_2_3_decoding_mask", "visible", "MISTAKES"): VISIBLE,
-    ("ex_2_4_amdahl", "overall_speedup", "SPEEDUP_MISTAKES"): checks.check_amdahl,
-    ("ex_2_4_amdahl", "flop_share", "SHARE_MISTAKES"): checks.check_attention_share,
     ("ex_2_6_cache", "KVCache", "CACHE_MISTAKES"): CACHE,
     ("ex_2_6_cache", "split_decode", "SPLIT_MISTAKES"): checks.check_split_decode,
     ("ex_2_6_cache", "gather_pages", "PAGE_MISTAKES"): checks.check_gather_pages,
@@ -286,7 +280,7 @@ IN_MODELS = checks.ex_2_2_own_attention
         (check, getattr(getattr(checks, file), solution), getattr(getattr(checks, file), table))
         for (file, solution, table), check in TABLES.items()
     ),
-    (checks.check_registered_models, IN_MODELS.lab_attention, IN_MODELS.MISTAKES[2:]),
+    (checks.check_registered_models, IN_MODELS.lab_attention, IN_MODELS.MISTAKES[3:]),
 )
 def test_each_mistake_gets_its_own_diagnosis(check, student, said):
     assert said in diagnosis(check, student)

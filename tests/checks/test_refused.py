@@ -13,7 +13,7 @@ from labsupport.checks import (
     ex_1_5_backward,
     ex_2_1_layout,
     ex_2_3_decoding_mask,
-    ex_2_4_amdahl,
+    ex_2_9_loss_scaling,
     ex_3_1_rotary,
     ex_3_2_chunked_loss,
     ex_3_4_merge,
@@ -72,15 +72,15 @@ refuses your mask
 boolean tensor
     return mask -> return mask.float()
 """)
-SPEEDUPS = mistakes("""
+SCALES = mistakes("""
 must be a number, not a str
-    1 / (1 - share + share / speedup) -> "twice"
-Expected the speed-up 1.333
-    1 / (1 - share + share / speedup) -> 2 + share
+    return scale / 2, 0 -> return "half", 0
+Expected the scale
+    return scale / 2, 0 -> return scale / 3, 0
 is NaN
-    1 / (1 - share + share / speedup) -> math.nan
+    return scale / 2, 0 -> return float("nan"), 0
 not a bool
-    1 / (1 - share + share / speedup) -> True
+    return scale / 2, 0 -> return True, 0
 """)
 ANGLES = mistakes("""
 base not given
@@ -214,7 +214,7 @@ def on_positions(apply):
     (checks.check_split_qkv, ex_2_1_layout.split_qkv, CUTS),
     (VISIBLE, ex_2_3_decoding_mask.visible, MASKS),
     (checks.check_visible_decoding, ex_2_3_decoding_mask.visible, DECODED),
-    (checks.check_amdahl, ex_2_4_amdahl.overall_speedup, SPEEDUPS),
+    (checks.check_next_scale, ex_2_9_loss_scaling.next_scale, SCALES),
     (checks.check_rope_angles, ex_3_1_rotary.rotary_angles, ANGLES),
     (checks.check_rope_values, ex_3_1_rotary.apply_rope, TURNS),
     (on_positions, ex_3_1_rotary.apply_rope, POSITIONAL),

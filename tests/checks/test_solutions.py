@@ -15,8 +15,6 @@ SOLUTION = re.compile(r"^### BEGIN SOLUTION\n(.*?)^### END SOLUTION\n", re.MULTI
 RENAMED = {
     "my_flash_forward": "flash_forward",
     "my_flash_backward": "flash_backward",
-    "amdahl": "overall_speedup",
-    "attention_flop_share": "flop_share",
 }
 # Where the two differ, and why.
 DIFFERENT = {

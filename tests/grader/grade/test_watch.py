@@ -70,11 +70,11 @@ READS = {
 ABSENT = {
     "a check's solution": "from labsupport.checks import ex_1_1_textbook_attention as t; "
     "return t.textbook_attention",
-    "by its name": "from labsupport import checks; return checks.ex_2_4_amdahl.overall_speedup",
-    "its mistakes": "from labsupport.checks import ex_2_4_amdahl as t; return t.SHARE_MISTAKES",
+    "by its name": "from labsupport import checks; return checks.ex_2_9_loss_scaling.lost_share",
+    "its mistakes": "from labsupport.checks import ex_2_9_loss_scaling as t; return t.SHARE_MISTAKES",
     "the notebooks": "return next(package.parent.rglob('*.ipynb'))",
     "the tests": "return next(package.parent.rglob('test_*.py'))",
-    "its text": "return next(f for f in package.rglob('*.py') if 'def ' + 'overall_speedup' "
+    "its text": "return next(f for f in package.rglob('*.py') if 'def ' + 'lost_share' "
     "in f.read_text())",
 }
 # What honest functions do.

@@ -42,7 +42,7 @@ def test_stubs_are_not_written_in_every_check(notebook):
 
 @pytest.mark.parametrize(
     "exercises",
-    ["ex-2-4", *(pytest.param(f"ex-{n}", marks=pytest.mark.slow) for n in (1, 2, 3, 4))],
+    ["ex-2-1", *(pytest.param(f"ex-{n}", marks=pytest.mark.slow) for n in (1, 2, 3, 4))],
 )
 def test_typical_mistakes_are_named(exercises):
     given = cells(exercises)
@@ -75,7 +75,7 @@ def test_other_right_ways_pass_and_a_missing_name_is_said():
     check, _ = cells("ex-2")["ex-2-2-own-attention-values"]
     with students("x = 1", IMPORTS + in_a_list) as sessions:
         one = judged(next(sessions))
-        assert (one.status, "amdahl is not defined" in one.message) == ("failed", True)
+        assert (one.status, "next_scale is not defined" in one.message) == ("failed", True)
         session = next(sessions)
         session.fused = True
         assert evaluate_check(check, needed(check), session, seed=1).status == "passed"
@@ -185,11 +185,15 @@ def test_each_seed_is_drawn_anew_and_calls_without_one_stay():
     assert "seed=11" not in first
 
 
-AMDAHL = "def amdahl(share, speedup):\n    {}\n"
+SCALE = "def next_scale(scale, good_steps, finite, interval):\n    {}\n"
+RIGHT = (
+    "return (scale / 2 if not finite else 2 * scale if good_steps + 1 == interval else scale), "
+    "(good_steps + 1) % interval if finite else 0"
+)
 
 
 def judged(session):
-    return evaluate_check("checks.check_amdahl(amdahl)", ("amdahl",), session, seed=1)
+    return evaluate_check("checks.check_next_scale(next_scale)", ("next_scale",), session, seed=1)
 
 
 @pytest.mark.slow
@@ -203,9 +207,9 @@ def test_what_a_function_returns_or_raises_harms_nobody_else():
         "import torch; return torch.zeros(2**28)": "failed",
         "x = []; x.append(x); return x": "failed",
         "return type('float', (float,), {'__eq__': lambda *_: True})(3.0)": "failed",
-        "print('x' * 10**8); return 1 / (1 - share + share / speedup)": "passed",
+        f"print('x' * 10**8); {RIGHT}": "passed",
     }
-    with students(*map(AMDAHL.format, bodies)) as sessions:
+    with students(*map(SCALE.format, bodies)) as sessions:
         for (body, status), session in zip(bodies.items(), sessions, strict=True):
             assert (judged(session).status, session.failure) == (status, None), body
 
@@ -216,7 +220,7 @@ def test_what_a_function_returns_or_raises_harms_nobody_else():
     [("import os; os._exit(0)", "died"), ("import time; time.sleep(60)", "timeout")],
 )
 def test_what_ends_the_session_ends_it_for_good(body, status):
-    with students(AMDAHL.format(body), timeout_s=8.0) as sessions:
+    with students(SCALE.format(body), timeout_s=8.0) as sessions:
         session = next(sessions)
         assert judged(session).status == judged(session).status == status
         assert session.failure is not None
