@@ -73,7 +73,7 @@ print(models.generate(model, tokenizer, question, chat=True, max_new_tokens=16).
 
 # %% [markdown]
 # A Python loop over tiles, 30 layers deep, and the model says *Paris*. Change `question` and ask something else.
-# (*Greedy* decoding takes the likeliest token at each step, so the same question always gets the same answer.)
+# (*Greedy* decoding takes the likeliest token at each step: the same question, the same answer.)
 #
 # Is it exactly the same model as before? One answer proves little. So let it read a text, a file of Python's standard
 # library, and measure how well it predicts each next token. The *negative log-likelihood*, NLL, is the mean of
@@ -97,7 +97,7 @@ for name, nats in nll.items():
 # %% [markdown]
 # ## 2.2 · Two layouts
 #
-# A projection gives each token one long vector, in which the heads lie side by side. Two layouts are common after that:
+# A projection gives each token one long vector, head beside head. Two layouts are common after that:
 #
 # | layout | shape | who uses it |
 # | --- | --- | --- |
@@ -319,8 +319,8 @@ print(f"largest difference of {logits['mine'].numel():,} logits: {difference:.0e
 #
 # ### Padding: the mistake without an error
 #
-# In a batch of prompts, *padding* fills the short ones up. A function that ignores the mask lets real tokens look at it,
-# so yours refuses masks.
+# In a batch, *padding* fills short prompts up. A function that ignores the mask lets real tokens look at it, so yours
+# refuses masks.
 #
 # ![Two prompts in one batch, the short one filled up on its left: without a mask its tokens look at the padding.](../theory/figures/padding.png)
 #
@@ -451,7 +451,7 @@ else:
 # ## 2.5 · Training, one text or eight
 #
 # Training must store what the backward pass needs, for all layers. The textbook stores its N × N weights $P$ in each.
-# The next model is a GPT-2 with 4 layers that reads bytes. Its weights are random, which does not change time or memory.
+# The next model is a GPT-2 with 4 layers that reads bytes, with random weights: time and memory are the same.
 # (GPT-2's dropout of attention weights is off: the kernels cannot do it, `set_attention` would refuse it, and today's
 # models train without.) First, the gradients:
 
@@ -557,7 +557,7 @@ masks.pivot(index="backend", columns="model", values=["GFLOPs needed", "time, ms
 #
 # ![Recorded gains of FlashAttention alone over the textbook on one CPU core, when one property of the call changes.](../theory/figures/configurations.png)
 #
-# - **More heads, texts or tokens** mean more scores. Soon they don't fit into the processor's cache.
+# - **More heads, texts or tokens** mean more scores, which soon outgrow the processor's cache.
 # - **A larger head dimension** means more arithmetic for each score, which both have to do.
 # - **bfloat16** on a CPU speeds up the textbook's products, but hardly PyTorch's CPU kernel. On GPUs, FlashAttention is
 #   made for half precision. Measure on the machine that you will use.

@@ -67,7 +67,7 @@ def lines_of_path(
         checks: by notebook, as `Progress.checks`.
         boxes: of the student's checklist; empty if there is none.
     """
-    # Exercises by their number, those of further/ apart: "ex-1-3-online-softmax" is 1-3 to the path.
+    # "ex-1-3-online-softmax" is 1-3 to the path; those of further/ stand apart.
     passed: dict[tuple[bool, str], dict[str, bool]] = {}
     for notebook, own in checks.items():
         for check in own:

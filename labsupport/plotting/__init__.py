@@ -21,7 +21,6 @@ from labsupport.plotting.charts import (
     plot_memory,
     plot_predictions,
     plot_roofline,
-    plot_share,
     plot_time,
 )
 from labsupport.plotting.distributed import plot_launches, plot_scaling, plot_timeline
@@ -63,7 +62,6 @@ __all__ = [
     "plot_roofline",
     "plot_runs",
     "plot_scaling",
-    "plot_share",
     "plot_tile_choices",
     "plot_tile_pass",
     "plot_tiles",

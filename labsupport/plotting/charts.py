@@ -216,23 +216,6 @@ def _small_print(run: pd.DataFrame) -> str:
 # --- predictions and rooflines --------------------------------------------------------------------
 
 
-def plot_share(shares: pd.Series, *, title: str) -> Chart:
-    """Plot attention's share of the FLOPs, 0 to 1, against the number of tokens (the index).
-
-    >>> import pandas as pd
-    >>> chart = plot_share(pd.Series({512: 0.1, 4096: 0.5}), title="Attention takes over")
-    """
-    figure = Chart(figsize=(7.2, 3.4))
-    axes = figure.subplots()
-    axes.plot(shares.index, shares, color=BLUE, marker="o", label="attention's share")
-    axes.axhline(0.5, color=GREY, linestyle=":", linewidth=1.2)
-    log2_axis(axes, list(shares.index), "sequence length (tokens, 1K = 1024)")
-    axes.set(ylim=(0, 1), ylabel="share of the FLOPs")
-    plain(axes)
-    figure.headline(title, "By formula, one causal pass over the whole text, all logits counted")
-    return figure
-
-
 def plot_predictions(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
     """Plot predicted times with their intervals, a row for each device, from above to below.
 

@@ -13,6 +13,8 @@ from labsupport.checks import (
     ex_1_5_backward,
     ex_2_1_layout,
     ex_2_3_decoding_mask,
+    ex_2_6_cache,
+    ex_2_8_nan_layer,
     ex_2_9_loss_scaling,
     ex_3_1_rotary,
     ex_3_2_chunked_loss,
@@ -42,6 +44,22 @@ TEXTBOOKS = mistakes("""
 weights are wrong. A softmax over -inf alone
     weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0) -> weights
     weights @ v, -> torch.nan_to_num(weights @ v),
+""")
+VIEWS = mistakes("""
+use transpose
+    unflatten(-1, (heads, -1)) -> view(len(x), heads, x.shape[1], -1).transpose(1, 2)
+""")
+GROWTHS = mistakes("""
+the room grew from 6 to 14
+    max(end, 2 * room) -> 2 * max(end, room)
+were replaced 97 times
+    max(end, 2 * room) -> end
+""")
+CAREFUL = mistakes("""
+hide a score by -torch.inf
+    hidden, -torch.inf -> hidden, -1e9
+is wrong
+    (q / q.shape[-1] ** 0.5) -> (q.clamp(-10, 10) / q.shape[-1] ** 0.5)
 """)
 CUTS = mistakes("""
 not equally wide
@@ -211,7 +229,10 @@ def on_positions(apply):
 
 @each(
     (TEXTBOOK, ex_1_1_textbook_attention.textbook_attention, TEXTBOOKS),
+    (checks.check_split_heads, ex_2_1_layout.split_heads, VIEWS),
     (checks.check_split_qkv, ex_2_1_layout.split_qkv, CUTS),
+    (checks.check_cache_growth, ex_2_6_cache.KVCache, GROWTHS),
+    (checks.check_careful_attention, ex_2_8_nan_layer.careful_attention, CAREFUL),
     (VISIBLE, ex_2_3_decoding_mask.visible, MASKS),
     (checks.check_visible_decoding, ex_2_3_decoding_mask.visible, DECODED),
     (checks.check_next_scale, ex_2_9_loss_scaling.next_scale, SCALES),

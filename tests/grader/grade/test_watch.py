@@ -71,7 +71,7 @@ ABSENT = {
     "a check's solution": "from labsupport.checks import ex_1_1_textbook_attention as t; "
     "return t.textbook_attention",
     "by its name": "from labsupport import checks; return checks.ex_2_9_loss_scaling.lost_share",
-    "its mistakes": "from labsupport.checks import ex_2_9_loss_scaling as t; return t.SHARE_MISTAKES",
+    "its mistakes": "from labsupport.checks import ex_2_7_flex as t; return t.CAP_MISTAKES",
     "the notebooks": "return next(package.parent.rglob('*.ipynb'))",
     "the tests": "return next(package.parent.rglob('test_*.py'))",
     "its text": "return next(f for f in package.rglob('*.py') if 'def ' + 'lost_share' "
