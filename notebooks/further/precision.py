@@ -56,6 +56,7 @@ figure
 # %%
 FlashAttentionConfig()
 
+
 # %% [markdown]
 # ## Exercise 2-5 · A precision policy for inference
 # ●●○ · 20 minutes · 4 bonus points
@@ -111,6 +112,7 @@ FlashAttentionConfig()
 # ```
 # </details></details></details>
 
+
 # %% nbgrader={"grade": false, "grade_id": "ex-2-5-policy", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def my_policy(device_type, capability):
     """The FlashAttentionConfig in which a pretrained Llama runs well on this device."""
@@ -121,6 +123,7 @@ def my_policy(device_type, capability):
     half = dict.fromkeys(parts, torch.float16)
     return FlashAttentionConfig(**half, residual=torch.float32)  # the range of the stream
     ### END SOLUTION
+
 
 # %% nbgrader={"grade": true, "grade_id": "ex-2-5-policy-devices", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
 checks.check_policy_devices(my_policy)

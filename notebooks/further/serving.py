@@ -51,6 +51,7 @@ times = rates["graphed"] / rates["transformers, dynamic cache"]
 checks.compare_prediction("Graph over loop", predicted_graph, times, "times")
 print(decode.round({"ms a step": 2, "tokens/s": 0, "bound, tokens/s": 0}).to_string())
 
+
 # %% [markdown]
 # All rows compute the same. The difference between 110 and 4,600 tokens a second is everything *around* the arithmetic.
 # `graphed` (`labsupport/models/generation/cuda_graph.py`) replays one graph for each token, the choice of the token
@@ -73,7 +74,7 @@ print(decode.round({"ms a step": 2, "tokens/s": 0, "bound, tokens/s": 0}).to_str
 #
 # $$o = \sum_p w_p\, o_p, \qquad w_p = \frac{e^{L_p}}{\sum_{p'} e^{L_{p'}}}$$
 #
-# Write `split_decode(q, k, v, num_splits)`: `q` is `(heads, 1, head_dim)`, `k` and `v` are
+# Write `split_decode(q, k, v, num_splits)` in PyTorch operations: `q` is `(heads, 1, head_dim)`, `k` and `v` are
 # `(heads, seqlen_k, head_dim)`; the result has the shape of `q`. Attend to each of `num_splits` parts of the keys
 # separately, and merge. `num_splits` need not divide `seqlen_k`, and may be larger.
 #
@@ -95,6 +96,7 @@ print(decode.round({"ms a step": 2, "tokens/s": 0, "bound, tokens/s": 0}).to_str
 # </details>
 # </details>
 
+
 # %% nbgrader={"grade": false, "grade_id": "ex-2-6-split", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def split_decode(q, k, v, num_splits):
     """Attention of one query a head to all keys, computed in parts."""
@@ -113,6 +115,7 @@ def split_decode(q, k, v, num_splits):
     weights = torch.softmax(lse, 0)
     return (weights * torch.stack(outs)).sum(0)
     ### END SOLUTION
+
 
 # %% nbgrader={"grade": true, "grade_id": "ex-2-6-split-values", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
 checks.check_split_decode(split_decode)
@@ -152,6 +155,7 @@ checks.check_split_decode(split_decode, seed=33)
 # </details>
 # </details>
 
+
 # %% nbgrader={"grade": false, "grade_id": "ex-2-6-store", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def gather_pages(pool, table, length):
     """The first `length` tokens of the text whose pages `table` lists."""
@@ -166,6 +170,7 @@ def quantise_keys(k):
     scale = k.abs().amax((1, 2), keepdim=True) / 127
     return (k / scale).round().clamp(-127, 127).to(torch.int8), scale
     ### END SOLUTION
+
 
 # %% nbgrader={"grade": true, "grade_id": "ex-2-6-store-pages", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 checks.check_gather_pages(gather_pages)

@@ -67,9 +67,10 @@ def test_an_exercise_in_parts_is_done_with_its_last_part_and_further_steps_are_e
     part = [CheckState("ex-1-1-other", 1, NOT_RUN)]
     core = {"01": checks(e1_1=PASSED, e1_2=PASSED, e1_3=PASSED)}
     assert "2 of 2 exercises, 1 of 1 extra; all" in lines_of_path(days, core, [])[1]
-    assert "1 of 2 exercises, 1 of 1 extra; next: 1-1 other" in lines_of_path(
-        days, {"01": core["01"] + part}, []
-    )[1]
+    assert (
+        "1 of 2 exercises, 1 of 1 extra; next: 1-1 other"
+        in lines_of_path(days, {"01": core["01"] + part}, [])[1]
+    )
     both = core | {"further/more": [CheckState("ex-1-3-other", 1, NOT_RUN)]}
     assert "2 of 2 exercises, 0 of 1 extra; next: 1-3 other" in lines_of_path(days, both, [])[1]
 
