@@ -56,7 +56,7 @@ were replaced 97 times
     max(end, 2 * room) -> end
 """)
 CAREFUL = mistakes("""
-hide a score by -torch.inf
+a number like -1e9 is beyond it
     hidden, -torch.inf -> hidden, -1e9
 is wrong
     (q / q.shape[-1] ** 0.5) -> (q.clamp(-10, 10) / q.shape[-1] ** 0.5)

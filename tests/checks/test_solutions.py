@@ -20,6 +20,7 @@ RENAMED = {
 DIFFERENT = {
     "split_qkv": "the notebook's calls its own `split_heads`",
     "lab_attention": "the notebook's refuses masks and dropout",
+    "KVCache": "the notebook's pads both buffers in one line",
     "tile_counts": "the notebook's masks are large: it counts all tiles at once",
     "apply_rope": "the notebook's computes in float32, the reference also in float64",
     "merge_all": "the notebook's computes in float32, the reference in float64",
