@@ -12,7 +12,7 @@
 # ![Memory of 32 layers in training, by formula: textbook attention outgrows an H200's 140 GiB at about 8,600 tokens, FlashAttention at about 140,000.](../theory/figures/memory-by-length.png)
 #
 # Textbook attention (black) outgrows every GPU. FlashAttention (blue) computes the same result, but its memory grows
-# only with the length, not with its square. Here you write FlashAttention. At the end your own function attends over
+# only with the length, not with its square. Here you write FlashAttention. In section 1.6 your own function attends over
 # 32,768 tokens on this machine, where the textbook would need 8 GiB for one head.
 #
 # **After this notebook you can**
@@ -21,16 +21,17 @@
 # - write FlashAttention's forward pass, and measure it beside fast kernels;
 # - judge a numerical error, and choose between float16 and bfloat16.
 #
-# **Time, estimated:** about 130 minutes; the exercises take 105 of them.
+# **Time, estimated:** about 130 minutes; the exercises take 105 of them. A good place to pause: after 1.6.
 #
-# **You need** PyTorch (tensors, `matmul`), but no CUDA and no GPU: PyTorch has a FlashAttention kernel for CPUs, too.
+# **You need** PyTorch (tensors, `matmul`), but no CUDA and no GPU.
 #
 # **Theory:** chapters [1](../theory/01-memory-bottleneck.md), [2](../theory/02-online-softmax.md),
-# [3](../theory/03-forward-and-backward.md) and [6](../theory/06-precision.md), and the [glossary](../theory/glossary.md).
+# [3](../theory/03-forward-and-backward.md) and [6](../theory/06-precision.md), and the
+# [glossary](../theory/glossary.md).
 #
-# **How to work.** Run the cells in order. In four exercises you replace `raise NotImplementedError` with your code. The
-# cell below it says what is still wrong; hints unfold in stages. *Run All* stops at the first unsolved exercise:
-# scroll up to the red message.
+# **How to work.** Run the cells in order. In exercises 1-1, 1-3, 1-4 and 1-6 you replace `raise NotImplementedError`
+# with your code (other numbers: bonus exercises in `further/`). The cell below says what is wrong; hints unfold in
+# stages. *Run All* stops at the first unsolved exercise: scroll up to the red message.
 
 # %%
 import math
@@ -46,8 +47,7 @@ environment_card()
 
 # %% [markdown]
 # The card names your device, and the implementations of attention that run on it, called *backends*. `standard` is
-# textbook attention. In a terminal, `labsupport doctor` says what is missing, how to install it, and whether other
-# programs keep the machine busy, which makes measured times too long.
+# textbook attention. In a terminal, `labsupport doctor` says what is missing, and what keeps the machine busy.
 
 # %%
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,8 +66,8 @@ lengths = [512, 1024, 2048, 4096]
 # $$
 #
 # Row $i$ of $P$ says how much query $i$ takes from each value. A *mask* hides some keys: a language model hides the
-# future with a *causal* mask. To hide a key, set its score $s$ to $-\infty$: then its weight, $e^{s}/\sum e^{s}$, is 0. Is
-# a large negative number enough?
+# future with a *causal* mask. To hide a key, set its score $s$ to $-\infty$: then its weight, $e^{s}/\sum e^{s}$, is 0.
+# Is a large negative number enough?
 
 # %%
 scores = torch.zeros(2, 3, dtype=torch.float16)
@@ -83,9 +83,9 @@ plotting.plot_weights({"this mask (dark: visible)": mask, "causal": torch.ones(6
 
 
 # %% [markdown]
-# The number $-10^9$ does not fit into float16, which ends at 65,504. With $-\infty$, a row whose keys are all hidden
-# becomes $0/0$ = NaN. Padding makes such rows. FlashAttention and PyTorch's `scaled_dot_product_attention` (SDPA)
-# *define* the output of such a row as 0, and so will you.
+# The number $-10^9$ does not fit into float16, which ends at 65,504. $-10^4$ fits, but has another fault: section 1.10.
+# With $-\infty$, a row whose keys are all hidden becomes $0/0$ = NaN. Padding makes such rows. FlashAttention and
+# PyTorch's `scaled_dot_product_attention` (SDPA) *define* the output of such a row as 0, and so will you.
 #
 # ### Exercise 1-1 · Textbook attention with a mask
 # ●○○ difficulty · ●●○ importance · 15 minutes · 5 points
@@ -146,8 +146,7 @@ checks.check_textbook_empty_rows(textbook_attention, seed=13)
 
 # %% [markdown]
 # With the identity matrix as values, the output *is* the weights. Queries and keys are the
-# same vectors here, so each token attends most to itself, unless the mask hides it. In the last picture the first six
-# queries see nothing: their rows are 0.
+# same here, so each token attends most to itself, unless it is hidden. In the last picture six queries see nothing.
 
 # %%
 from labsupport.attention import standard_attention
@@ -181,8 +180,9 @@ def score_bytes(batch, heads, seqlen, bytes_per_element):
 #
 # <details><summary>Compute first, then look</summary>
 #
-# $\sqrt{140 \cdot 2^{30} / (2 \cdot 32 \cdot 2)}$, about 34,000. In training, $P$ of *every layer* is stored for the
-# backward pass. With 32 layers the limit is at 8,600 tokens: the black line of the first figure. </details>
+# $\sqrt{140\cdot2^{30}/(2\cdot32\cdot2)}$, about 34,000. In training, $P$ of *every layer* is stored for the
+# backward pass. With 32 layers the limit is at $\sqrt{140\cdot2^{30}/(32\cdot32\cdot2)}$, about 8,600 tokens:
+# the black line of the first figure. </details>
 #
 # Now a measurement. `measure_peak_memory` counts the bytes that a call allocates at its peak. Guess: how many MiB does
 # textbook attention need at 4,096 tokens, in float32, with your number of heads?
@@ -213,7 +213,8 @@ memory.round(0)
 #
 # <details><summary>Does <em>your</em> function need about 1.5 times the formula? Which third matrix is alive at the same time?</summary>
 #
-# The scores before they were masked. While a name (`scores`, say) refers to the old matrix, it stays in memory.
+# The scores before they were divided by $\sqrt d$. While a name (`scores`, say) refers to the old matrix, it stays in
+# memory.
 # </details>
 
 # %% [markdown]
@@ -237,14 +238,14 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# (Data sheets: `data/hardware.csv`.) Each of a GPU's many *multiprocessors* has its own part of the
-# SRAM, at most 228 KiB. The scores of one head at 4,096 tokens take 32,768 KiB in float16. So $S$ and $P$ go through
-# the slow memory:
+# (Data sheets: `data/hardware.csv`.) Each of a GPU's many *multiprocessors* has its own part of the SRAM, at most 0.22
+# MiB. The scores of one head at 4,096 tokens take 32 MiB in float16, and there are many heads. So $S$ and $P$ go
+# through the slow memory:
 #
 # ![Textbook attention: four kernels pass S and P on through the slow memory, in six trips. FlashAttention: one kernel reads Q, K, V and writes O.](../theory/figures/textbook-passes.png)
 #
-# A *kernel* is a program that the device runs as a whole. PyTorch runs four, with six trips of $N \times N$ numbers;
-# four trips are the least.
+# A *kernel* is a function that the device runs in one go, as many copies, called *programs*, each with its own part of
+# the data. PyTorch runs four, with six trips of $N \times N$ numbers; four trips are the least.
 #
 # Two things take time: moving the bytes, and the arithmetic, $4N^2d$ floating-point operations (FLOPs) per head. Guess:
 # on an H200, with four trips at 4,096 tokens, moving the bytes takes how many times as long as the arithmetic?
@@ -268,7 +269,7 @@ checks.compare_prediction(
 # 2. *Online softmax*: normalise a row without having seen all of it.
 # 3. *Recomputation*: in the backward pass compute the tiles again, instead of storing them.
 #
-# *Fusion* then puts all steps into one kernel, so that each tile stays on the chip until it has been used.
+# *Fusion* then puts all steps into one kernel, so that each tile stays on the chip.
 #
 # > **A common error.** "FlashAttention's memory accesses are $O(N)$." Only its extra *memory* is; its accesses still grow
 # > with $N^2$ ([chapter 4](../theory/04-io-complexity.md)).
@@ -295,7 +296,7 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 # - $m$, the largest score seen so far, and
 # - $\ell = \sum e^{s - m}$ over the scores seen so far.
 #
-# For example, a row has the eight scores 2, 1, 4, 3, 1, 0, 5, 2, and we see two at a time.
+# For example, a row of eight scores, seen two at a time:
 #
 # | block | new $m$ | the old $\ell$ shrinks | the block adds | new $\ell$ |
 # |---|---|---|---|---|
@@ -335,7 +336,7 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 # <details><summary>Hint 2: the idea</summary>
 #
 # `scores.split(block_size, dim=-1)` cuts the blocks. Start with `m` full of `-inf` and `l` full of 0. Find the new
-# maximum first, then correct the old `l`, then add the block's sum.
+# maximum first. `m_new[..., None]` can be subtracted from a block.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -378,7 +379,7 @@ checks.check_running_extremes(running_max_and_sum, seed=31)
 # %% [markdown]
 # ## 1.5 · FlashAttention, forward
 #
-# Now combine tiling and online softmax. One *program* takes one block of $Q$ and goes through the blocks of $K$ and $V$.
+# Combine tiling and online softmax. One program takes one block of $Q$ and goes through the blocks of $K$ and $V$.
 # It carries $m$, $\ell$ and the *unnormalised* output $O$. $O$ is a sum of $e^{s-m} v$, so you correct it exactly like
 # $\ell$. With $S_{ij}$ for the tile of scores of block $i$ of $Q$ and block $j$ of $K$:
 #
@@ -391,7 +392,8 @@ checks.check_running_extremes(running_max_and_sum, seed=31)
 # $L$, the *log-sum-exp*, is $\ln \sum e^{s}$ of the whole row: one number instead of $m$ and $\ell$. The backward pass
 # needs it.
 #
-# The next cell shows one program with three queries; the first row is that of section 1.4. In JupyterLab, move the slider.
+# The next cell shows one program with three queries; the first row is that of section 1.4. In JupyterLab, move the
+# slider.
 
 # %%
 from IPython.display import display
@@ -419,7 +421,7 @@ plotting.plot_tile_pass(steps)
 # | `k`, `v` | `(..., seqlen_k, head_dim)` | keys and values |
 # | `is_causal` | bool | step 3: if true, query `i` sees keys up to `i + seqlen_k - seqlen_q` |
 # | `block_q`, `block_k` | integers | rows and columns of a tile; the last tile may be smaller |
-# | returns `out` | `(..., seqlen_q, head_dim)` | |
+# | returns `out` | `(..., seqlen_q, head_dim)` | in the dtype of `q` |
 # | returns `lse` | `(..., seqlen_q)` | $L$, natural logarithm; `-inf` for a query that sees no key |
 #
 # Use PyTorch operations, and no tensor of `seqlen_q` × `seqlen_k`, not even a mask. A query that sees no key gets 0.
@@ -427,7 +429,7 @@ plotting.plot_tile_pass(steps)
 # #### Step 1 · One block of rows · 18 minutes, 3 points
 #
 # Treat all queries as one block, and ignore `block_q` and `is_causal`. Carry $m$, $\ell$ and $O$ through the blocks of
-# keys and values: exercise 1-3 with one more line.
+# keys and values: exercise 1-3, plus the tile of scores and $O$.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -435,7 +437,8 @@ plotting.plot_tile_pass(steps)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `x[..., cols, :]`, with `cols` a slice, takes a block out of a tensor. $m$ and $\ell$ have one number for each query, a
+# `x[..., cols, :]`, with `cols` a slice, takes a block out of a tensor. `q.new_full(shape, value)` has the
+# dtype and device of `q`. $m$ and $\ell$ have one number for each query, a
 # tile and $O$ one row: to combine them, write `m[..., None]`. Divide by $\ell$ once, after the last block.
 #
 # <details><summary>Hint 3: an outline</summary>
@@ -507,7 +510,7 @@ checks.check_forward_lse(my_flash_forward, seed=42)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Make `out` and `lse` first, and write one block of rows into them at a time.
+# Make `out` (`torch.empty_like(q)`) and `lse` first, and write one block of rows into them at a time.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -573,7 +576,8 @@ checks.check_forward_memory(my_flash_forward)
 #
 # ## 1.6 · Your line in the comparison
 #
-# `register_backend` gives your function the name `"mine"`, for the lab's tables and charts.
+# `register_backend` gives your function the name `"mine"`, for the lab's tables and charts. It gets
+# `(batch, heads, seqlen, head_dim)`, as in your exercise.
 
 # %%
 from labsupport.attention import register_backend
@@ -590,12 +594,14 @@ if mine == "mine":
     # Larger blocks than in your checks: the loop has fewer turns.
     register_backend("mine", lambda q, k, v, causal: forward(q, k, v, causal, 256, 256)[0])
 else:
-    print("Until exercise 1-4 is solved, the charts show the lab's loop, flash_torch.")
+    print("Your function runs here after step 3 of exercise 1-4.")
+    print("Until then the charts show the lab's loop, flash_torch.")
 
 # %% [markdown]
 # The next cell measures the textbook (`standard`), your function (`mine`) and PyTorch's FlashAttention kernel
-# (`sdpa_flash`; on an older GPU `sdpa_efficient`), with the same inputs, without a mask. It takes some seconds. Guess:
-# at 4,096 tokens, the kernel is how many times as fast as the textbook?
+# (`sdpa_flash`; on an older GPU `sdpa_efficient`), with the same inputs, without a mask. It takes up to a minute. Your
+# function will be slower than the textbook, since each of its lines is a kernel of its own; it saves memory. Guess: at
+# 4,096 tokens, the kernel is how many times as fast as the textbook?
 
 # %%
 predicted_speedup = None  # your guess, a number, before you run the next cells
@@ -627,8 +633,9 @@ plotting.plot_time(
 )
 
 # %% [markdown]
-# The dotted line is the time of the arithmetic alone. At 512 tokens there is little memory to save, and the gap is small,
-# or even reversed: "FlashAttention is always faster" is **a common error**. The gain grows with the length.
+# The dotted line is the time of the arithmetic alone. At 512 tokens there is little memory to save, and on some
+# machines the textbook wins: "FlashAttention is always faster" is **a common error**. With longer sequences the gain
+# usually grows; a busy machine can hide that.
 
 # %%
 saving = longest.peak_memory_bytes["standard"] / longest.peak_memory_bytes[mine]
@@ -639,14 +646,13 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Remember this chart. Per doubling, the textbook's memory rises by a factor of 4, and that of the tiled functions far
-# more slowly. Your function has FlashAttention's memory, but not its speed: each of its lines is a kernel of its own,
-# which reads and writes main memory.
+# Per doubling, the textbook's memory rises by a factor of 4, and that of the tiled functions far
+# more slowly.
 #
 # ### Out of memory is a result
 #
 # At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure, so that your machine does
-# not freeze; on a GPU it tries, and catches the error.
+# not freeze (it allows for *four* matrices: $S$, $P$ and copies); on a GPU it tries, and catches the error.
 
 # %%
 cases = grid(["standard"], [262_144], heads=heads, head_dim=head_dim, dtype="float32")
@@ -659,7 +665,7 @@ for result in wall.itertuples():
 # ### 32,768 tokens, on this machine
 #
 # $S$ and $P$ of one head would take 8 GiB in float32. Guess: how many MiB does your loop take, with tiles of 1,024 ×
-# 1,024? (It takes some seconds; on a busy laptop half a minute.)
+# 1,024? (This takes up to half a minute.)
 
 # %%
 predicted_loop = None  # your guess, a number, before you run the next cell
@@ -673,11 +679,9 @@ checks.compare_prediction(f"{whose} at 32,768 tokens", predicted_loop, taken, "M
 print(f"S and P by formula: {score_bytes(1, 1, 32_768, 4) / 2**20:,.0f} MiB")
 
 # %% [markdown]
-# A short loop has attended over a whole book chapter.
-#
 # ### On a data-centre GPU
 #
-# The next chart was recorded; the small print names device and date. `flash_torch` is a loop like yours, and `fa4` is
+# The next chart was recorded. `flash_torch` is a loop like yours, and `fa4` is
 # FlashAttention-4, made for such GPUs.
 
 # %%
@@ -697,14 +701,15 @@ plotting.plot_time(
 )
 
 # %% [markdown]
-# The loop is slower than the textbook here. *Fusion* is what turns the saved memory into saved time.
+# The loop is slower than the textbook here, too. *Fusion* turns the saved memory into saved time.
 #
 # ## 1.7 · Two loop orders, and the backward pass
 #
 # You have written *version 2* of the algorithm: one program keeps a block of queries, and the keys pass. In version 1
-# the outer loop ran over keys. So $O$, $m$ and $\ell$ were read and written at each step, by one program per head.
+# the outer loop ran over keys. For each block of keys it visited all queries, so it loaded and stored their $O$, $m$ and
+# $\ell$ every time. One program did this for a whole head.
 #
-# ![Version 1: a block of keys stays, and O, m and l are read and written at each step. Version 2: a block of queries stays, and O is written once.](../theory/figures/versions-orders.png)
+# ![Version 1: a block of keys stays, O is read and written at each step. Version 2: a block of queries stays, O is written once.](../theory/figures/versions-orders.png)
 #
 # Both orders as GPU kernels with the same tiles, recorded on an H200 (heads × tokens):
 
@@ -716,14 +721,16 @@ for run in orders.itertuples():
     print(f"version 1 {run.version1_ms:6.2f} ms, version 2 {run.same_tiles_ms:.2f} ms")
 
 # %% [markdown]
-# With one head, version 1 leaves all but one of 132 multiprocessors idle. With 128 heads both fill the GPU, and version
-# 2 is still twice as fast. ([Chapter 5](../theory/05-from-v1-to-v4.md) explains versions 3 and 4.)
+# With one head, version 1 leaves all but one of 132 multiprocessors idle: a factor of up to 132. The extra reads and
+# writes explain the rest: with 128 heads both fill the GPU, and version 2 is still twice as fast.
+# ([Chapter 5](../theory/05-from-v1-to-v4.md) explains versions 3 and 4.)
 #
 # ### The backward pass, in one picture
 #
 # Training needs $P$ again. The textbook stores it. FlashAttention stores only $L$, and *recomputes* each tile:
-# $P_{ij} = e^{S_{ij} - L_i}$. One thing seems to need the whole row: the gradient of the scores is
-# $dS = P \circ (dP - D)$, entry by entry, where $D_i = \sum_k P_{ik}\, dP_{ik}$ runs over all keys.
+# $P_{ik}=e^{S_{ik}-L_i}$, where $i$ and $k$ now number single queries and keys. Write $dX$ for the gradient of the loss
+# by $X$; $dO$ arrives from the next layer. One thing seems to need the whole row: $dS = P \circ (dP - D)$, entry by entry,
+# where $D_i = \sum_k P_{ik}\, dP_{ik}$ runs over all keys.
 #
 # ![One query: the tile has two of the eight entries in its rows of P and dP, and all of its rows of O and dO.](../theory/figures/row-and-tile.png)
 #
@@ -737,12 +744,12 @@ from_the_output = (dout * out).sum(-1)
 print("the same D:", torch.allclose(over_the_row, from_the_output))
 
 # %% [markdown]
-# With that, the backward is two loops over tiles, too: write it in [backward](further/backward.ipynb), for bonus points.
+# With that, the backward is two loops over tiles, too: write it in [backward](further/backward.ipynb).
 #
 # ## 1.8 · One function, many kernels
 #
 # Libraries differ in layout, option names and the alignment of causal masks. The lab has one function for all of them,
-# with flash-attn's conventions:
+# with flash-attn's conventions (heads come *after* seqlen here):
 #
 # ```python
 # attention(q, k, v, causal=False, backend="auto")   # (batch, seqlen, heads, head_dim)
@@ -754,14 +761,15 @@ out = attention(q, k, v, causal=True)
 print(last_call())
 
 # %% [markdown]
-# `last_call()` shows which backend and kernel ran, and why others did not. If you ask for a backend by name, you get
-# it, or an error that says why it cannot run.
+# `last_call()` shows which backend and kernel ran, and why others did not. A backend that you
+# name runs, or says why it cannot.
 #
 # > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it uses its
 # > FlashAttention kernel by default. On a GPU, with float32 or an explicit mask, you don't get FlashAttention. Hopper and
 # > Blackwell GPUs try the kernel of cuDNN, NVIDIA's library, first.
 #
-# > **A common error.** "flash-attn runs on every GPU since Turing." Since version 2.0 it needs Ampere or newer. On older GPUs use `sdpa_efficient`.
+# > **A common error.** "flash-attn runs on every GPU since Turing." Since version 2.0 it needs Ampere or newer.
+# > (NVIDIA's GPU generations: Turing 2018, Ampere 2020, Hopper 2022, Blackwell 2024.)
 #
 # ### Are they equal?
 #
@@ -774,15 +782,16 @@ from labsupport.profiling import errors_by_dtype
 errors_by_dtype(["standard", mine, fused], device=device)
 
 # %% [markdown]
-# From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. So flash-attn's
-# tests have a rule, the column *allowed*: the maximum error may be at most twice the textbook's *in the same dtype*
+# From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. Your loop
+# computes $m$, $\ell$ and $O$ in the inputs' dtype, kernels in float32: so its error is larger. flash-attn's tests have
+# a rule, the column *allowed*: the *max error* may be at most twice the textbook's *in the same dtype*
 # (three times for gradients), plus $10^{-5}$.
 
 # %% [markdown]
 # ## 1.9 · Half precision, without regret
 #
-# GPU kernels want *one* dtype for q, k and v, and take only float16 and bfloat16. Mixed dtypes are an error. Which
-# of the two should you cast to?
+# FlashAttention's GPU kernels want *one* dtype for q, k and v, and take only float16 and bfloat16. Mixed dtypes are an
+# error:
 
 # %%
 q, k, v = torch.randn(3, 1, 128, 4, 64, device=device)
@@ -820,7 +829,7 @@ for name, guess in (
 # Textbook attention stores the scores in float16, where they are infinite, and the softmax of infinities is NaN.
 # FlashAttention keeps its tile of scores in float32, inside the kernel. So only the *inputs* have to fit.
 #
-# ### Exercise 1-6 · Half precision, without regret
+# ### Exercise 1-6 · Cast for a kernel
 # ●●○ difficulty · ●●○ importance · 20 minutes · 5 points
 #
 # Cast inputs of any floating dtypes for a kernel that takes only float16 and bfloat16.
@@ -895,6 +904,7 @@ import warnings
 from labsupport.precision import PrecisionWarning, safe_flash_attention
 
 warnings.simplefilter("ignore", PrecisionWarning)  # its warnings: here we print instead
+q, k, v = torch.randn(3, 1, 128, 4, 64, device=device)
 halves = (torch.float16, torch.bfloat16)
 _, report = safe_flash_attention(q, k.bfloat16(), v, dtypes=halves, return_report=True)
 print(report)
@@ -903,7 +913,7 @@ print(report)
 # %% [markdown]
 # ## 1.10 · Find the fault
 #
-# In the following program each token looks for similar tokens *at least* `gap` places before it. So if the last token
+# Here each token looks for similar tokens *at least* `gap` places before it. So if the last token
 # changes, only its own output may change:
 #
 # ![For a gap of 3, token 3 may look at token 0, token 7 at tokens 0 to 4, and the first three tokens at none.](../theory/figures/gap-mask.png)
@@ -922,24 +932,23 @@ def recall(x, gap):
 x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
 other = x.clone()
 other[-1] = 5.0
-change = (recall(other, 4) - recall(x, 4)).abs().amax(dim=-1)
+change = (recall(other, 3) - recall(x, 3)).abs().amax(dim=-1)
 print("rows that changed:", change.nonzero().flatten().tolist())
 
 # %% [markdown]
-# Rows 0 to 3 must not change, but they see the future. Why exactly these rows? Would $-10^9$ be better?
+# Rows 0 to 2 must not change, but they see the future. Why exactly these rows? Would $-10^9$ be better?
 #
 # <details><summary>Think first, then look</summary>
 #
-# The first four tokens may look nowhere, so *all* their scores fall by 10,000. A softmax does not notice what is added
+# The first three tokens may look nowhere, so *all* their scores fall by 10,000. A softmax does not notice what is added
 # to a whole row: they attend to everything. Every finite number has this fault. Use $-\infty$, and define the empty row
 # as 0, as in exercise 1-1. </details>
 #
 # To find a leak, *change* one input and look at what else changes.
-# (Exercise 1-8, in [masks](further/masks.ipynb), goes on from here.)
+# ([Masks](further/masks.ipynb) goes on from here.)
 #
 # ## What you measured
 #
-# - Textbook attention needs $2 \cdot B \cdot H \cdot N^2$ elements for $S$ and $P$.
 # - Softmax can be computed block by block, exactly. So your loop saves the memory, and a fused kernel also the time.
 # - To judge an implementation, compare its error with the textbook's in the same dtype.
 #
@@ -947,20 +956,20 @@ print("rows that changed:", change.nonzero().flatten().tolist())
 #
 # <details><summary>1. FlashAttention does <em>more</em> floating-point operations than the textbook, in the backward pass. Why is it faster?</summary>
 #
-# Recomputing $S$ costs one more matrix product, but the textbook's trips with $N \times N$ matrices take longer. </details>
+# Recomputing $S$ costs one more matrix product, but the textbook's trips with $N \times N$ matrices take longer.
+# </details>
 #
 # <details><summary>2. Why does the forward pass return the log-sum-exp and not m and ℓ?</summary>
 #
 # The backward needs only the combination: $e^{s-m}/\ell = e^{s - (m + \ln \ell)}$. </details>
 #
-# <details><summary>3. Your running sum is right, but the output is wrong from the second block of keys on. What is the likely mistake?</summary>
+# <details><summary>3. Your ℓ is right, but O is wrong from the second block on. What is missing?</summary>
 #
-# The accumulator $O$ was not rescaled by $e^{m - m'}$ when the maximum rose. The first block needs no rescaling. </details>
+# It was not rescaled by $e^{m - m'}$ when the maximum rose. </details>
 #
 # ### Read on
 #
-# - [The theory](../theory/README.md): chapters 1 and 2 belong to sections 1.1 to 1.4, chapter 3 to 1.5 and 1.7, chapter
-#   6 to 1.9. The papers, in the [references](../theory/references.md): Dao 2022, sections 2 and 3; Dao 2023, section 3.
+# - The papers, in the [references](../theory/references.md): Dao 2022, sections 2 and 3; Dao 2023, section 3.
 # - For bonus points: [eight bits](further/eight-bits.ipynb).
 #
 # ### How far you are

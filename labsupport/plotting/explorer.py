@@ -211,10 +211,11 @@ def plot_weights(weights: Mapping[str, Any]) -> Chart:
 
     >>> chart = plot_weights({"causal": torch.tril(torch.ones(4, 4))})
     """
-    figure = Chart(figsize=(min(2.9 * len(weights), 10.0), 3.1))
+    figure = Chart(figsize=(min(2.9 * len(weights), 10.0), 3.6))
     panels = figure.subplots(1, len(weights), squeeze=False)[0]
     for axes, (title, matrix) in zip(panels, weights.items(), strict=True):
-        axes.imshow(matrix, cmap="Greys", vmin=0, vmax=1)
+        axes.imshow(matrix, cmap="Greys", vmin=0, vmax=1, aspect="auto")
+        axes.set_box_aspect(1)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("keys")
         axes.locator_params(integer=True)

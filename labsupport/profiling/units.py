@@ -20,7 +20,7 @@ def format_bytes(count: float) -> str:
         if size < 1024 or unit == "GiB":
             break
         size /= 1024
-    return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.1f} {unit}"
+    return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:,.1f} {unit}"
 
 
 def format_ms(ms: float) -> str:

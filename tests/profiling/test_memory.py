@@ -102,7 +102,7 @@ def test_the_largest_tensor_may_come_from_the_backward_pass():
 
 def test_bytes_are_written_in_binary_units():
     counts = 0, 1023, 1536, 5.25 * MIB, -2048, 3000 * 2**30
-    texts = ["0 B", "1023 B", "1.5 KiB", "5.2 MiB", "-2.0 KiB", "3000.0 GiB"]
+    texts = ["0 B", "1023 B", "1.5 KiB", "5.2 MiB", "-2.0 KiB", "3,000.0 GiB"]
     assert [format_bytes(count) for count in counts] == texts
 
 
