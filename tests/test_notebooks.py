@@ -10,7 +10,9 @@ import re
 import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
+from nbclient import NotebookClient
 
+from labsupport.course.editions import student_edition
 from labsupport.paths import notebooks_dir, notebooks_in
 
 NOTEBOOKS = notebooks_in(notebooks_dir())
@@ -152,3 +154,35 @@ def test_what_everybody_runs_takes_no_name_from_a_section_that_may_be_skipped(pa
             bound, used = bound_and_used(cell.source)
             assert used <= known, cell.source
             known |= bound
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_keeps_its_size(path):
+    cells = nbformat.read(path, as_version=4).cells
+    words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
+    predictions = sum(bool(re.search(r"(?m)^predicted\w* = None", c.source)) for c in cells)
+    points = sum(cell.metadata.get("nbgrader", {}).get("points", 0) for cell in cells)
+    further = path.parent.name == "further"
+    assert len(cells) <= (50 if further else 90)
+    assert words <= (2_000 if further else 4_200)
+    assert predictions <= 5
+    assert points > 0 if further else points == 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_without_solutions_a_cell_runs_or_says_in_a_sentence_what_is_missing(path, tmp_path):
+    notebook = student_edition(nbformat.read(path, as_version=4))
+    here = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=600, allow_errors=True, resources=here).execute()
+    said = {
+        (cell.metadata.get("nbgrader", {}).get("grade_id"), *output.traceback)
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if output.output_type == "error"
+    }
+    missing = r"Check failed: \w+ is not written yet: replace `raise NotImplementedError`\."
+    assert [s for s in said if not (s[0] and re.fullmatch(missing, "".join(s[1:])))] == []
+    assert len(said) == sum(
+        bool(c.metadata.get("nbgrader", {}).get("points")) for c in notebook.cells
+    )

@@ -94,9 +94,25 @@ class Student:
     def run_all(self, *, within):
         """Run > Run All Cells, and wait until nothing runs any more."""
         before = self.cells()
+        self._choose("run-all")
+        self._wait([cell for cell in before if cell.kind == "code"], _newest(before), within)
+
+    def _choose(self, entry):
+        """Choose an entry of the menu Run."""
         self.page.locator(".lm-MenuBar-item", has_text=re.compile("^Run$")).click()
-        self.page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
-        self._wait([cell for cell in before if cell.kind == "code"], before, within)
+        self.page.locator(f'.lm-Menu-item[data-command="runmenu:{entry}"]').click()
+
+    def restart_and_run_all(self, *, within):
+        """Run > Restart Kernel and Run All Cells, confirmed, and wait until nothing runs."""
+        code = [cell for cell in self.cells() if cell.kind == "code"]
+        self._choose("restart-and-run-all")
+        self.page.locator(".jp-Dialog-button.jp-mod-accept").click()
+        # A new kernel counts from 1, and the outputs of the old one are gone.
+        self.page.wait_for_function(
+            f"() => ({CELLS})().filter((cell) => cell.count).every((cell) => cell.count < 4)",
+            timeout=60 * SECOND,
+        )
+        self._wait(code, 0, within)
 
     def run(self, text, *, within=60):
         """Run the cell that holds a text, and wait for it; where its output is."""
@@ -114,10 +130,20 @@ class Student:
         here.locator(".cm-content").click()
         self.page.keyboard.press("Shift+Enter")
         yield here.locator(".jp-Cell-outputArea")
-        self._wait([cell], before, within)
+        self._wait([cell], _newest(before), within)
 
-    def _wait(self, wanted, before, within):
-        newest = max(cell.count or 0 for cell in before)
+    def run_one(self, cell, *, within=60):
+        """Run this cell, and wait for it; where its output is."""
+        with self.running(cell, within=within) as output:
+            return output
+
+    def write(self, cell, source):
+        """Replace what stands in a cell."""
+        self.show(cell).locator(".cm-content").click()
+        self.page.keyboard.press("ControlOrMeta+A")
+        self.page.keyboard.insert_text(source)
+
+    def _wait(self, wanted, newest, within):
         self.page.wait_for_function(
             DONE, arg=[[cell.index for cell in wanted], newest], timeout=within * SECOND
         )
@@ -137,6 +163,10 @@ class Student:
                     keyboard.press("Backspace")
             keyboard.type(wanted.strip())
             depth = _depth(wanted) + wanted.endswith(":")
+
+
+def _newest(cells):
+    return max(cell.count or 0 for cell in cells)
 
 
 def _depth(line):

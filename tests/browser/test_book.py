@@ -38,7 +38,7 @@ def test_a_page_is_whole_readable_by_all_and_asks_nobody_else_for_anything(chrom
         assert background(page) != light
         assert violations(page, ["color-contrast", "link-in-text-block"]) == []
         if name in (*CHAPTERS, *NOTEBOOKS):
-            check_text(page)
+            check_text(page, short="further/" in name)
     with opened(chromium, site + name, width=390) as phone:
         assert fits(phone, 390) == []
         assert violations(phone) == []
@@ -48,17 +48,17 @@ def background(page):
     return page.evaluate("getComputedStyle(document.body).backgroundColor")
 
 
-def check_text(page):
+def check_text(page, short):
     """Formulas are set, pictures described, and terms linked once and in prose only."""
     formulas = page.locator(".math").count()
-    assert formulas
+    assert formulas or short
     assert page.locator(".math mjx-container svg").count() >= formulas
     assert page.locator(".math mjx-assistive-mml math").count() >= formulas
     assert page.locator("mjx-merror, [data-mml-node=merror]").count() == 0
     words = page.evaluate("[...document.querySelectorAll('main img')].map((one) => one.alt)")
     assert [alt for alt in words if len(alt.split()) < 5] == []
     targets = page.evaluate("[...document.querySelectorAll('a.term')].map((one) => one.href)")
-    assert len(targets) >= 5
+    assert len(targets) >= (1 if short else 5)
     assert len(targets) == len(set(targets))
     within = "h1, h2, h3, h4, pre, code, .math, nav, a, .cell_output"
     assert page.locator(within).locator("a.term").count() == 0
