@@ -186,3 +186,44 @@ def test_without_solutions_a_cell_runs_or_says_in_a_sentence_what_is_missing(pat
     assert len(said) == sum(
         bool(c.metadata.get("nbgrader", {}).get("points")) for c in notebook.cells
     )
+
+
+# What the course was asked to hold, by number, and a text of the cell of the four that holds it.
+ASKED = {
+    "LAB-1 environment check": (1, "labsupport doctor"),
+    "LAB-2 textbook attention with a mask": (1, "def textbook_attention"),
+    "LAB-3 one wrapper in flash-attn's layout": (1, "attention(q, k, v, causal=False, backend"),
+    "LAB-4 time, memory and error from 512 to 4,096 tokens": (1, "run_grid(cases"),
+    "LAB-5 why: SRAM and HBM": (1, "SRAM in all"),
+    "LAB-5 why: recomputation": (1, "recompute"),
+    "LAB-6 a model, another attention, the same output": (2, "check_registered_models"),
+    "LAB-7 training: forward, backward, tokens a second, memory": (2, "gpt2-medium-h200"),
+    "LAB-8 batched throughput and latency": (2, "Throughput"),
+    "LAB-9 GPT against BERT": (2, "like BERT"),
+    "LAB-10 heads, head_dim, dtype": (2, "**bfloat16** on a CPU"),
+    "LAB-11 texts of 2K, 4K and 8K tokens": (3, "training.pack"),
+    "LAB-12 memory against length": (3, "plot_memory"),
+    "LAB-12 stability: loss and gradient norm": (3, "gradient norm"),
+    "LAB-13 RoPE": (3, "def apply_rope"),
+    "LAB-14 document, dialogue, source file": (3, "source file"),
+    "LAB-15 8K tokens under 16 GB": (3, "fits into 16 GB"),
+    "LAB-16 remedies": (3, "accumulat"),
+    "LAB-17 profiler": (4, "traces["),
+    "LAB-18 bandwidth and traffic": (4, "of the bandwidth"),
+    "LAB-19 batch, length, heads": (4, "plot_growth"),
+    "LAB-20 when to use what, and traps": (4, "usual traps"),
+    "LAB-21 other hardware": (4, "hardware"),
+    "LAB-21 a prediction": (4, "def held_out_error"),
+    "LAB-22 PrecisionTracker": (2, "PrecisionTracker"),
+    "LAB-23 casts that say what they did": (1, "safe_flash_attention"),
+    "LAB-24 a policy applied": (2, "apply_precision_policy"),
+    "LAB-25 norms, loss, master weights": (2, "masters"),
+    "LAB-26 best practice": (2, "best practice"),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_one_of_the_four_holds_what_the_course_was_asked_to_hold(asked):
+    number, text = ASKED[asked]
+    cells = nbformat.read(NOTEBOOKS[number - 1], as_version=4).cells
+    assert any(text in cell.source for cell in cells)
