@@ -59,10 +59,6 @@ def lab_attention(
 MISTAKES = mistakes(r"""
 The argument is_causal overrules module.is_causal unless it is None.
     kwargs.get("is_causal") -> None
-is_causal=None was passed, and get("is_causal", default) then gives None, not the default: take
-module.is_causal where the result is None.
-    kwargs.get("is_causal") -> kwargs.get("is_causal", module.is_causal)
-    if causal is None -> if False
 scaling=None means 1 / sqrt(head_dim), not 1: flash_attention understands softmax_scale=None.
     softmax_scale=scaling -> softmax_scale=scaling or 1.0
 `scaling` is ignored: pass it on as softmax_scale.

@@ -208,7 +208,8 @@ own = {
 }
 
 # %%
-codes, scale = own["quantise_keys"](keys)
+quantise_keys = own["quantise_keys"]
+codes, scale = quantise_keys(keys)
 for name, rounded in {"int8": codes * scale, "bfloat16": keys.bfloat16().float()}.items():
     out = oracle_attention(query, rounded, values)[0]
     error = (rounded - keys).norm() / keys.norm()

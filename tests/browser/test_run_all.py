@@ -120,9 +120,8 @@ def test_a_student_gets_through(path, lab, copy, student, album, picture):
             bar = output.locator(BARS).first
             expect(bar).to_be_visible()
             expect(output).to_contain_text(re.compile(r"[1-9]\d*/\d+"))
-            picture(
-                "progress", output.locator("xpath=ancestor::*[contains(@class, 'jp-CodeCell')][1]")
-            )
+            cell = output.locator("xpath=ancestor::*[contains(@class, 'jp-CodeCell')][1]")
+            picture("progress", cell)
         expect(output.locator("table")).to_be_visible()
 
 

@@ -280,7 +280,7 @@ IN_MODELS = checks.ex_2_2_own_attention
         (check, getattr(getattr(checks, file), solution), getattr(getattr(checks, file), table))
         for (file, solution, table), check in TABLES.items()
     ),
-    (checks.check_registered_models, IN_MODELS.lab_attention, IN_MODELS.MISTAKES[3:]),
+    (checks.check_registered_models, IN_MODELS.lab_attention, IN_MODELS.MISTAKES[2:]),
 )
 def test_each_mistake_gets_its_own_diagnosis(check, student, said):
     assert said in diagnosis(check, student)

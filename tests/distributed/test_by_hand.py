@@ -80,7 +80,9 @@ def ring_on_process(rank, group, *shards):
 
 def test_the_ring_backward_is_right_on_real_processes(pool, capsys):
     workers = pool(4)
-    check_ring_backward(lambda *shards: workers.run(ring_on_process, *shards), worlds=(4,))
+    check_ring_backward(
+        ring_backward, worlds=(4,), run=lambda _, *shards: workers.run(ring_on_process, *shards)
+    )
     assert "[ok]" in capsys.readouterr().out
 
 

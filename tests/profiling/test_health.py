@@ -146,7 +146,7 @@ def test_a_ceiling_that_a_kernel_beats_is_raised_for_all_who_hold_it(monkeypatch
     monkeypatch.setattr(hardware, "_known", {"cpu": held})
     monkeypatch.setattr(hardware, "measure_ceilings", lambda device: quieter)
     assert hardware.raise_beaten("cpu", {"float32": 0.09, "float64": 1.0}) == ""
-    assert "float32 from 0.1 to 0.13 TF" in hardware.raise_beaten("cpu", {"float32": 0.13})
+    assert "float32 to 130 GFLOP/s" in hardware.raise_beaten("cpu", {"float32": 0.13})
     assert held.matmul_tflops == {"float32": 0.13, "bfloat16": 0.2}
     assert hardware.measured_ceilings("cpu") is held
 
