@@ -20,9 +20,10 @@
 # - place the causal mask when keys outnumber queries, and write a key/value cache;
 # - find the first NaN in a deep model, and choose dtypes.
 #
-# **Time** about 135 minutes; the exercises take 105 of them (estimated). **You need** notebook 1, some experience with
-# Hugging Face Transformers, and a laptop. **Read alongside**: theory chapter [9](../theory/09-inference.md), and the
-# [glossary](../theory/glossary.md).
+# **Time** about 135 minutes; the exercises take 105 of them (estimated). Two sittings: stop after 2.4. **You need**
+# notebook 1, some experience with Hugging Face Transformers, and a laptop. **Read alongside**: theory chapter
+# [9](../theory/09-inference.md), and the [glossary](../theory/glossary.md). Stored results come from the solutions.
+# Other exercise numbers: bonus, in `further/`.
 
 # %%
 import torch
@@ -43,7 +44,7 @@ environment_card()
 # ## 2.1 · Your loop says Paris
 #
 # SmolLM2-135M-Instruct is a small Llama with 135 million parameters: 30 layers, 9 query heads that share 3 key/value
-# heads, head_dim 64, up to 8,192 tokens. `make lab` has fetched it; loading takes some seconds.
+# heads (*grouped heads*), head_dim 64, up to 8,192 tokens. `make lab` has fetched it.
 
 # %%
 smollm2 = models.load_model("smollm2", attention=None, dtype=torch.float32, device=device)
@@ -51,9 +52,8 @@ model, tokenizer = smollm2.model, smollm2.tokenizer
 print(smollm2.source)
 
 # %% [markdown]
-# Each layer calls an attention function. The next cell makes your `my_flash_forward` that function: exercise 1-4, from
-# your saved notebook 1. (As long as it doesn't pass its checks, the lab's loop takes its place.) Then it asks the model a
-# question.
+# Each layer calls an attention function. The lab's `set_attention` and Transformers' `set_attn_implementation` choose
+# it (section 2.3). The next cell makes your `my_flash_forward` that function: exercise 1-4, from your saved notebook 1.
 
 # %%
 from labsupport.attention import register_backend
@@ -72,12 +72,12 @@ question = "What is the capital of France?"
 print(models.generate(model, tokenizer, question, chat=True, max_new_tokens=16).text)
 
 # %% [markdown]
-# A Python loop over tiles, 30 layers deep, and the model says *Paris*. Change `question` and ask something else.
-# (*Greedy* decoding takes the likeliest token at each step: the same question, the same answer.)
+# The model says *Paris*. Change `question` and ask something else. (*Decoding* means writing token
+# by token; *greedy*, taking the likeliest. The same question gives the same answer.)
 #
-# Is it exactly the same model as before? One answer proves little. So let it read a text, a file of Python's standard
-# library, and measure how well it predicts each next token. The *negative log-likelihood*, NLL, is the mean of
-# $-\ln p(\text{next token})$, in nats a token. Guessing among 49,152 tokens costs $\ln 49{,}152 = 10.8$.
+# Does the model compute the same as with its own attention? One answer proves little. So let it read a text, a file of
+# Python's standard library, and measure how well it predicts each next token. The *negative log-likelihood*, NLL, is
+# the mean of $-\ln p(\text{next token})$, in nats a token. Guessing among 49,152 tokens costs $\ln 49{,}152 = 10.8$.
 
 # %%
 ids = models.tokens_of(tokenizer, models.source_text("argparse"), lengths[-1]).to(device)
@@ -88,11 +88,11 @@ for name, nats in nll.items():
     print(f"{name}: NLL {nats:.6f} nats a token")
 
 # %% [markdown]
-# `eager` is Transformers' own textbook attention, which stores all scores. **It is the baseline of every measurement of a
-# model in this notebook.**
+# `eager` is Transformers' own textbook attention, which stores all scores. **It is the baseline of every measurement of
+# a model in this notebook.**
 #
-# Your loop is exact, and slow: Python starts each small operation separately. A kernel doesn't. To put one into a model
-# yourself, you need to know two layouts.
+# Your loop is exact, and slow: Python starts each small operation separately. A kernel doesn't. To put one into a
+# model, you need two layouts.
 
 # %% [markdown]
 # ## 2.2 · Two layouts
@@ -106,8 +106,8 @@ for name, nats in nll.items():
 #
 # ![A token's vector, read in two orders: token by token, or head by head.](../theory/figures/layouts.png)
 #
-# Both hold the same numbers, and the conversion moves nothing in memory: a *view* with other strides is enough. But
-# `reshape` gives the right shape and the wrong data. It mixes up heads and tokens, without an error:
+# Converting moves nothing in memory: a *view* with other strides is enough. But `reshape` gives the right shape and the
+# wrong data: it mixes up heads and tokens, without an error:
 
 # %% tags=["nbval-check-output"]
 x = torch.arange(2 * 3 * 2).view(1, 2, 3, 2)  # (batch, heads, seqlen, head_dim)
@@ -120,16 +120,13 @@ print("token 0, reshaped:  ", x.reshape(1, 3, 2, 2)[0, 0].tolist(), "<- two toke
 # ### Exercise 2-1 · From a model's tensors to flash-attn's layout
 # ●○○ · essential · 15 minutes · 4 points
 #
-# Kernels read strided tensors: they need the dimensions in the right order, wherever the numbers lie. So copy nothing:
-# every result is a *view* of the argument's memory.
+# Copy nothing: every result is a *view* of the argument's memory; kernels read strided tensors.
 #
 # | function | takes | returns |
 # | --- | --- | --- |
 # | `split_heads(x, heads)` | `x`: `(batch, seqlen, heads * head_dim)`, the output of a projection | `(batch, seqlen, heads, head_dim)` |
 # | `to_flash_layout(x)` | `x`: `(batch, heads, seqlen, head_dim)`, as Transformers passes it to attention | `(batch, seqlen, heads, head_dim)` |
 # | `split_qkv(qkv, heads, kv_heads)` | `qkv`: `(batch, seqlen, (heads + 2 * kv_heads) * head_dim)`, one projection for all: first all heads of q, then all of k, then all of v | `q`: `(batch, seqlen, heads, head_dim)`; `k` and `v`: `(batch, seqlen, kv_heads, head_dim)` |
-#
-# In a projection's output, one head's numbers are next to each other, head after head.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -211,7 +208,7 @@ print("the same attention as without it:", same)
 
 
 # %% [markdown]
-# A configuration stores every name that you give it, even one that nothing reads. There is no error, and no effect.
+# A configuration stores every name, even one that nothing reads: no error, no effect.
 #
 # What works is `model.set_attn_implementation(name)`. It chooses from a table of attention functions, to which you can
 # add your own:
@@ -224,21 +221,21 @@ print("the same attention as without it:", same)
 #
 # Write an attention function for Transformers that calls `flash_attention`. Its arguments:
 #
-# | argument | | |
+# | argument | type or shape | meaning |
 # | --- | --- | --- |
 # | `module` | the model's attention layer | `module.is_causal` says whether the future is hidden |
 # | `query` | `(batch, heads, seqlen_q, head_dim)` | in decoding, the *last* `seqlen_q` tokens |
 # | `key`, `value` | `(batch, kv_heads, seqlen_k, head_dim)` | `kv_heads` may be smaller than `heads` |
-# | `attention_mask` | a tensor, or `None` | without padding it is `None` here |
+# | `attention_mask` | a tensor, or `None` | `None` when no prompt is padded |
 # | `scaling` | a number, or `None` | factor on the scores; `None` means $1/\sqrt d$ |
 # | `dropout` | a number | 0 in inference |
-# | `is_causal`, in `kwargs` | `True`, `False`, `None`, or absent | overrules `module.is_causal`, unless `None` or absent |
+# | `is_causal`, in `kwargs` | `True`, `False`, `None`, or absent | if `True` or `False`, use it instead of `module.is_causal` |
 #
 # Return the output, `(batch, seqlen_q, heads, head_dim)`, and `None` in the place of the attention weights.
 #
 # `flash_attention(q, k, v, causal=..., softmax_scale=...)` takes flash-attn's layout and grouped heads, and aligns a
-# causal mask at the bottom right. It takes neither masks nor dropout, so raise a `ValueError` when `attention_mask` is
-# not `None`, or `dropout` is not 0.
+# causal mask at the bottom right: the last query sees all keys. It takes neither masks nor dropout, so raise a
+# `ValueError` when `attention_mask` is not `None`, or `dropout` is not 0.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -314,19 +311,19 @@ print(f"largest difference of {logits['mine'].numel():,} logits: {difference:.0e
 # %% [markdown]
 # They agree up to the rounding of float32.
 #
-# > **A common error.** A name with "flash" in it, such as `"my_flash"`: Transformers then looks for a kernel on its hub.
+# > **A common error.** A name with "flash" in it: Transformers then looks for a kernel on its hub.
 # > `models.register_attention` refuses such names.
 #
 # ### Padding: the mistake without an error
 #
-# In a batch, *padding* fills short prompts up. A function that ignores the mask lets real tokens look at it, so yours
-# refuses masks.
+# In a batch, *padding* fills short prompts up. If a function ignores the mask, real tokens look at the padding. Yours
+# takes no mask, so it must refuse one.
 #
 # ![Two prompts in one batch, the short one filled up on its left: without a mask its tokens look at the padding.](../theory/figures/padding.png)
 #
-# In Transformers this mistake is easy to make: in a second table, you have to register a function that *makes masks*.
-# Without one there is no mask, and no error either. What does the model say to the short prompt, "The capital of Italy
-# is", in a batch with a longer one?
+# In Transformers this mistake is easy to make: a second table must hold a function that *makes masks*. Without it there
+# is no mask, and no error. What does the model say to the short prompt, "The capital of Italy is", in a batch with a
+# longer one?
 
 # %%
 from transformers import AttentionInterface
@@ -362,9 +359,10 @@ model.set_attn_implementation("ignores_padding")
 alone_and_padded()
 
 # %% [markdown]
-# Alone it says *Rome*; beside a longer prompt, one letter. `models.set_attention(model, backend)` fills both tables. It
-# knows all backends of notebook 1, and `"flash"` for any that never stores the N × N scores. It cuts padding out, so that
-# nothing is computed for it, refuses what a backend cannot do, with reasons, and records what really ran:
+# Alone it says *Rome*; beside a longer prompt, only *a*, and a logit changes by about 20.
+# `models.set_attention(model, backend)` fills both tables. You can name any backend of notebook 1. `"flash"` means: the
+# best one here that never stores the N × N scores. `set_attention` cuts padding out, refuses what a backend cannot do,
+# with reasons, and records what really ran:
 
 # %%
 models.set_attention(model, "flash")
@@ -374,8 +372,8 @@ print(models.attention_used(model))
 # %% [markdown]
 # ## 2.4 · Reading a long text
 #
-# In notebook 1, attention *alone* became several times as fast. Now the whole model reads a text, with `eager` and with
-# FlashAttention. Guess: how many times as fast is the *whole model*, at the longest length?
+# In notebook 1, attention *alone* became several times as fast. Guess: how many times as fast does the *whole model*
+# read the longest text?
 
 # %%
 predicted_gain = None  # your guess, a number, before you run the next cell
@@ -399,8 +397,8 @@ columns = ["seqlen", "backend", "median_ms", "tokens_per_s", "speedup", "loss"]
 reading[columns].round({"median_ms": 0, "tokens_per_s": 0, "speedup": 2, "loss": 5})
 
 # %% [markdown]
-# The last column is the control: the NLL stays the same. The gain grows with the length. Here is a recording of a quiet
-# machine (`eager` takes minutes at 8,192 tokens); on a busy one, ratios can be anything:
+# The last column, the NLL, is the control: at each length both attentions agree. The gain grows with the length.
+# Recorded on a quiet machine (on a busy one, ratios can be anything):
 #
 # ![SmolLM2's time to read a text on two CPU cores: with FlashAttention the whole model is 2.0 times as fast at 1,024 tokens, and 4.6 times at 8,192.](../theory/figures/model-gain.png)
 #
@@ -410,13 +408,15 @@ reading[columns].round({"median_ms": 0, "tokens_per_s": 0, "speedup": 2, "loss":
 peak = reading[reading.seqlen == lengths[-1]].set_index("backend").peak_memory_bytes
 plotting.plot_memory(
     reading,
-    title=f"eager needs {peak['eager'] / peak['flash']:.1f} times the memory for {lengths[-1]:,} tokens",
+    title=f"eager needs {peak['eager'] / peak['flash']:.1f} times the extra memory "
+    f"for {lengths[-1]:,} tokens",
     references=[plotting.Reference("S and P of one layer", lambda n: 2 * 9 * n**2 * 4 / 2**20)],
 )
 
 # %% [markdown]
-# In a short text the logits are the largest tensor. In a long one, $S$ and $P$ of *one* layer are: a forward pass has
-# only one layer's in memory at a time. FlashAttention has no such term.
+# In a short text the logits and their softmax are largest: made for 128 tokens at a time, they need 48 MiB at any
+# length. In a long one, $S$ and $P$ of *one* layer are: a forward pass has only one layer's in memory at a time.
+# FlashAttention has no such term.
 #
 # ### Why not more?
 #
@@ -434,15 +434,14 @@ s = 1 - ms.nothing / ms.eager
 g = (ms.eager - ms.nothing) / (ms.flash - ms.nothing)
 if 0 < s < 1 and g > 1:
     print(f"attention takes {s:.0%} of the time with eager, and becomes {g:.1f} times as fast")
-    print(
-        f"so the model becomes {1 / (1 - s + s / g):.2f} times as fast; the limit is {1 / (1 - s):.2f}"
-    )
+    print(f"gain by the formula: {1 / (1 - s + s / g):.2f}; the limit: {1 / (1 - s):.2f}")
 else:
     print("Noise: other programs disturbed the measurement above. Run it again when they end.")
 
 # %% [markdown]
-# A better kernel cannot bring more than the limit. A longer text can: attention's FLOPs grow with the square of the
-# length, everything else only in proportion.
+# The gain by the formula must equal the measured one: $s$ and $g$ come from the same times. The limit is new: a better
+# kernel cannot bring more. A longer text can: attention's FLOPs grow with the square of the length, everything else
+# only in proportion.
 #
 # ![Attention's share of the FLOPs against the length: half of them at 6,144 tokens for SmolLM2-135M, at 53,248 for Llama-3-8B.](../theory/figures/attention-share.png)
 #
@@ -451,9 +450,9 @@ else:
 # ## 2.5 · Training, one text or eight
 #
 # Training must store what the backward pass needs, for all layers. The textbook stores its N × N weights $P$ in each.
-# The next model is a GPT-2 with 4 layers that reads bytes, with random weights: time and memory are the same.
-# (GPT-2's dropout of attention weights is off: the kernels cannot do it, `set_attention` would refuse it, and today's
-# models train without.) First, the gradients:
+# The next model is a GPT-2 with 4 layers that reads bytes. Its weights are random. That changes neither time nor
+# memory. (Dropout of attention weights is off: the kernels cannot do it, and today's models train without.) First, the
+# gradients:
 
 # %%
 sizes = {"n_layer": 4, "n_head": 8, "n_embd": 512, "vocab_size": 256, "n_positions": 4096}
@@ -475,22 +474,21 @@ error = (gradients("flash") - reference).norm() / reference.norm()
 print(f"relative difference of all {reference.numel():,} gradients: {error:.0e}")
 
 # %% [markdown]
-# The gradients agree, so training does, too. Now its price, for a batch of 1 text and of 8. The backward's time is that
-# of a whole step minus the forward's.
+# The gradients agree, so training does, too. Now its price, for 1 text and for 8 (backward: a step minus its forward):
 
 # %%
 import pandas as pd
 
 parts = []
 for batch in (1, 8):
-    quick = {"lengths": [lengths[1]], "max_seconds": 0.2}
+    training_options = {"lengths": [lengths[1]], "max_seconds": 0.2}
     forward, step = (
-        models.measure_model(gpt2, texts[:batch], direction=direction, **quick)
+        models.measure_model(gpt2, texts[:batch], direction=direction, **training_options)
         for direction in ("forward", "forward+backward")
     )
     step["forward, ms"], step["step, ms"] = forward.median_ms, step.median_ms
     step["backward, ms"] = step.median_ms - forward.median_ms
-    step["memory, MiB"] = step.peak_memory_bytes / 2**20
+    step["extra memory, MiB"] = step.peak_memory_bytes / 2**20
     parts.append(speedup(step, over="eager"))
 training = pd.concat(parts).rename(columns={"tokens_per_s": "tokens/s", "backend": "attention"})
 columns = [
@@ -500,15 +498,16 @@ columns = [
     "backward, ms",
     "tokens/s",
     "speedup",
-    "memory, MiB",
+    "extra memory, MiB",
 ]
 training[columns].round({"speedup": 2}).round(
     {name: 0 for name in columns if name not in ("speedup", "attention")}
 )
 
 # %% [markdown]
-# With `eager`, $P$ of *all* layers waits for the backward pass: a square for each layer, head and text. FlashAttention
-# stores one number a row, and computes the tiles again. The same comparison on a large GPU, with longer texts:
+# With `eager`, $P$ of *all* layers waits for the backward pass: a square for each layer, head and text. So eight texts
+# make the difference in memory eight times as large. FlashAttention stores one number a row, and computes the tiles
+# again. The same comparison on a large GPU, with longer texts:
 
 # %%
 from labsupport.profiling import load_run
@@ -523,13 +522,13 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Each step reads 8,192 tokens, in eight texts of 1,024 or fewer and longer ones. FlashAttention needs the same memory for
-# all of them. With `eager` it grows, until the card is full: the cross. At 4,096, `eager` trains on 18,000 tokens a second
-# and FlashAttention on 60,000. (`flash_triton` is this lab's kernel.)
+# Each step reads 8,192 tokens: eight texts of 1,024, or four of 2,048, up to one of 8,192. FlashAttention needs the
+# same memory for all. With `eager` it grows, until the card is full: the cross. At 4,096, `eager` trains on 18,000
+# tokens a second and FlashAttention on 60,000. (`flash_triton` is this lab's kernel.)
 #
 # ## 2.6 · GPT, BERT, and other shapes
 #
-# A GPT writes from left to right: its mask is *causal*, and hides all but $N(N+1)/2$ of the $N^2$ pairs.\
+# A GPT writes from left to right: its mask is *causal*, and keeps $N(N+1)/2$ of the $N^2$ pairs.\
 # A BERT reads in both directions: every token sees all others.\
 # The layer says which of them it is (`module.is_causal`), so your function of exercise 2-2 serves both.
 #
@@ -553,14 +552,14 @@ masks.pivot(index="backend", columns="model", values=["GFLOPs needed", "time, ms
 # A causal call needs half of the GFLOPs. Less than half of the *time* goes away: tiles on the diagonal are computed in
 # full. The textbook (`standard`, of notebook 1) saves nothing.
 #
-# What else changes the gain? Heads, head dimension, batch, dtype and length, recorded in one run:
+# What else changes the gain? Recorded in one run:
 #
 # ![Recorded gains of FlashAttention alone over the textbook on one CPU core, when one property of the call changes.](../theory/figures/configurations.png)
 #
 # - **More heads, texts or tokens** mean more scores, which soon outgrow the processor's cache.
 # - **A larger head dimension** means more arithmetic for each score, which both have to do.
 # - **bfloat16** on a CPU speeds up the textbook's products, but hardly PyTorch's CPU kernel. On GPUs, FlashAttention is
-#   made for half precision. Measure on the machine that you will use.
+#   made for half precision. Measure on yours.
 #
 # ## 2.7 · Generating text: two phases, and a cache
 #
@@ -593,7 +592,7 @@ print("is that right?", torch.allclose(top_left, right))
 # ### Exercise 2-3 · Who sees whom, while text is generated
 # ●●○ · essential · 15 minutes · 5 points
 #
-# | `visible(seqlen_q, seqlen_k, valid=None)` | | |
+# | `visible(seqlen_q, seqlen_k, valid=None)` | type or shape | meaning |
 # | --- | --- | --- |
 # | `seqlen_q` | integer | the queries: the *last* `seqlen_q` of the `seqlen_k` tokens |
 # | `seqlen_k` | integer | all keys: the cache, and the new tokens |
@@ -602,8 +601,8 @@ print("is that right?", torch.allclose(top_left, right))
 # | returns, with `valid` | `(batch, 1, seqlen_q, seqlen_k)`, boolean | the 1 stands for the heads |
 #
 # A key is visible if it does not come after the query, and is not padding. This also holds if the query itself is
-# padding. With padding on the left, such a query sees nothing: its row is all `False`. SDPA and FlashAttention define its output as
-# 0, and nothing reads it.
+# padding. With padding on the left, such a query sees nothing: its row is all `False`. SDPA and FlashAttention define
+# its output as 0 (a textbook softmax gives 0/0 = NaN), and nothing reads it.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -674,8 +673,8 @@ with torch.inference_mode():
     def step_without():
         model(ids[:, :257], use_cache=False, logits_to_keep=1)
 
-    quick = {"device": device, "warmup": 1, "min_repeats": 3, "max_seconds": 0.5}
-    times = [measure_time(call, **quick).median for call in (step_with, step_without)]
+    timing = {"device": device, "warmup": 1, "min_repeats": 3, "max_seconds": 0.5}
+    times = [measure_time(call, **timing).median for call in (step_with, step_without)]
 print(f"a step with the cache: {times[0]:.0f} ms, without: {times[1]:.0f} ms")
 worth = times[1] / times[0]
 checks.compare_prediction("What the cache is worth", predicted_cache, worth, "times")
@@ -685,31 +684,40 @@ print(f"by formula: 2 · layers · kv_heads · head_dim · 4 bytes = {per_token:
 print(f"in the cache: {held / 256:,.0f} bytes a token")
 
 # %% [markdown]
-# The formula contains `kv_heads`, not `heads`. SmolLM2's nine query heads share three key/value heads (*grouped-query
-# attention*), so its cache is a third as large as with nine. Long texts need it:
+# The formula contains `kv_heads`, not `heads`. Grouped heads (*grouped-query attention*) make SmolLM2's cache a third as large.
+# Long texts need it:
 #
 # ![Size of Llama-3-8B's KV cache against the number of tokens: it outgrows the model, and sharing divides it.](../theory/figures/kv-cache.png)
 #
 # ### One request, or eight
 #
-# The next cell writes with `eager` and with FlashAttention, for 1 request and for 8. Make two guesses for decoding: how
-# many times as fast is FlashAttention? And how many times as many tokens per second do 8 requests get together?
+# Two guesses for decoding: how many times as fast as `eager` is FlashAttention? And how many times
+# as many tokens per second do 8 requests get together?
 
 # %%
 predicted_flash, predicted_eight = None, None  # two numbers
 
+
 # %%
+def decode_step(requests):
+    """The time of a step, in ms, and the size of the cache, in MiB, after 64 tokens."""
+    batch = ids[:, :64].expand(requests, -1)
+    with torch.inference_mode():
+        cache = model(batch, use_cache=True, logits_to_keep=1).past_key_values
+        size = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+        step = measure_time(lambda: model(batch[:, :1], past_key_values=cache), **timing)
+    return step.median, size / 2**20
+
+
 rows = []
 for name in ("eager", "flash"):
-    models.set_attention(model, "flash") if name == "flash" else model.set_attn_implementation(name)
+    if name == "flash":
+        models.set_attention(model, name)
+    else:
+        model.set_attn_implementation(name)
     for requests in (1, 8):
-        batch = ids[:, :64].expand(requests, -1)
-        with torch.inference_mode():
-            cache = model(batch, use_cache=True, logits_to_keep=1).past_key_values
-            size = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-            write = lambda b=batch, c=cache: model(b[:, :1], past_key_values=c)  # noqa: E731
-            step = measure_time(write, **quick).median
-        rows.append((name, requests, step, 1000 * requests / step, size / 2**20))
+        step, size = decode_step(requests)
+        rows.append((name, requests, step, 1000 * requests / step, size))
 names = ["attention", "requests", "latency, ms a token", "tokens/s", "cache, MiB"]
 serving = pd.DataFrame(rows, columns=names)
 one, eight, flash_one, flash_eight = serving["tokens/s"]
@@ -720,16 +728,16 @@ serving.round(1)
 
 
 # %% [markdown]
-# A decode step gains almost nothing from FlashAttention. Its scores are one *row* per head, so there is no N × N to
-# avoid. With either attention it reads all weights and the whole cache once, and a small model waits even longer for
-# Python, which starts hundreds of small operations.
+# At this length, a decode step gains almost nothing from FlashAttention. Its scores are one *row* per head, so there is
+# no N × N to avoid. With either attention it reads all weights and the whole cache once, and a small model waits even
+# longer for Python, which starts hundreds of small operations.
 #
-# Eight requests share one reading of the weights, so a step for all of them takes far less than eight times as long.
+# Eight requests share one reading of the weights, so their step takes far less than eight times as long.
 # *Throughput* (tokens per second, for all) and *latency* (time per token, for one) pull in different directions.
 #
 # ## 2.8 · A cache of your own
 #
-# So far, Transformers managed the cache. Now you write one.
+# Now you write the cache.
 #
 # ### Exercise 2-6 · A cache that grows
 # ●●○ · useful · 20 minutes · 6 points
@@ -812,9 +820,9 @@ print("the same text as with Transformers' cache:", answers[0] == answers[1])
 # %% [markdown]
 # ### Decoding in parts, worked out
 #
-# A kernel starts one *program* for each block of queries of each head, and each *multiprocessor* of a GPU computes one or
-# two programs at a time. An H200 has 132. A decode step with 32 heads has 32 programs: most of the GPU idles. So let many
-# programs read a part of the keys each, and merge their results:
+# A kernel starts one *program* for each block of queries of each head, and each *multiprocessor* of a GPU computes one
+# or two programs at a time. An H200 has 132. A decode step with 32 heads has 32 programs: most of the GPU idles. So let
+# many programs read a part of the keys each, and merge their results:
 
 # %%
 steps = load_run("decode-h200").query("batch == 1 and implementation in ['flash_triton', 'decode']")
@@ -831,7 +839,8 @@ chart.axes[0].set_xlabel("keys")
 chart
 
 # %% [markdown]
-# (Reading alone can be a little faster than a copy, so 1.03 is no error.) The merge is exact. Each part $p$ stores its output $o_p$ and its log-sum-exp $L_p = \log \sum_{j \in p} e^{s_j}$:
+# (The share is 1 at a copy's bytes per second. Reading alone can be faster, so 1.03 is no error.) The merge is exact.
+# Each part $p$ stores its output $o_p$ and its log-sum-exp $L_p = \log \sum_{j \in p} e^{s_j}$:
 #
 # $$o = \sum_p w_p\, o_p, \qquad w_p = \frac{e^{L_p}}{\sum_{p'} e^{L_{p'}}}$$
 #
@@ -893,7 +902,8 @@ with torch.inference_mode():
     print("NaN in the logits:", ten_layers(words).logits.isnan().any().item())
 
 # %% [markdown]
-# One NaN makes everything after it NaN. `PrecisionTracker` watches each module, and names the first one:
+# A NaN spreads: causal attention carries it to later tokens of the next layers. `PrecisionTracker` names the first
+# module with a NaN:
 
 # %%
 from labsupport.precision import PrecisionTracker
@@ -902,7 +912,9 @@ with torch.inference_mode(), PrecisionTracker(ten_layers) as tracker:
     ten_layers(words)
 print(tracker.report())
 frame = tracker.to_dataframe()  # a row for each call of a module: name, dtypes, largest, nan, ...
-plotting.plot_dtype_flow(frame, title="float16 throughout, and NaN from one module on")
+first = frame[frame.nan > 0].sort_values("order").name.iloc[0].removeprefix("model.")
+title = f"NaN begins at {first}, though finite outputs reach only {frame.largest.max():.0f}"
+plotting.plot_dtype_flow(frame, title=title)
 
 
 # %% [markdown]
@@ -919,7 +931,7 @@ plotting.plot_dtype_flow(frame, title="float16 throughout, and NaN from one modu
 # | | possible causes |
 # | --- | --- |
 # | A | weights of that layer hold NaN or infinity: the file was damaged |
-# | B | the residual stream has outgrown float16 there |
+# | B | the residual stream (the sum that passes from layer to layer) has outgrown float16 there |
 # | C | a query sees no key, and its softmax is 0 / 0 |
 # | D | the exponentials of the softmax leave the range: $e^{12}$ is beyond 65,504 |
 # | E | the products of queries and keys leave the range before they are divided |
@@ -999,13 +1011,13 @@ with torch.inference_mode():
 #
 # The fault was one of range. The best practice, one row for each component:
 #
-# | component | recommended | must it match? | why |
+# | component | recommended | must dtypes match? | why |
 # | --- | --- | --- | --- |
 # | q, k, v | bfloat16; float32 on a CPU | all three | kernels take one dtype; float16 only if the range allows it |
-# | running maximum and sum | float32 | inside the kernel | a sum in 8 bits stalls |
-# | attention and MLP weights | bfloat16, float32 masters in training | a module's input follows its weights | small updates are lost |
+# | running maximum and sum | float32 | inside the kernel | a sum in bfloat16 (8 significant bits) stops growing |
+# | attention and MLP weights | bfloat16; in training also masters, float32 copies that the optimizer updates | a module's input follows its weights | small updates are lost |
 # | norms | statistics in float32 | no: returns its input's dtype | squares overflow float16 from 256 on |
-# | embedding | float32, or masters | a shared output layer follows it | small updates are lost |
+# | embedding | bfloat16 with masters, or float32 | a shared output layer follows it | small updates are lost |
 # | loss | float32, from the logits on | no | steps are coarse, and gradients become 0 |
 # | gradients | scale the loss for float16 | no | small ones become 0 |
 #
@@ -1021,7 +1033,8 @@ for rule in RULES:
 
 # %% [markdown]
 # [Chapter 6](../theory/06-precision.md#mixed-precision-training) has the others. A `FlashAttentionConfig` is such a
-# table for one model, and `apply_precision_policy` applies it. The default follows the right column:
+# table for one model, and `apply_precision_policy` applies it. The default follows the column *recommended*: on any
+# device, all is bfloat16 but norm statistics, loss and optimizer.
 
 # %%
 import copy
@@ -1032,14 +1045,14 @@ models.set_attention(model, "flash")
 half = copy.deepcopy(model)
 apply_precision_policy(half, FlashAttentionConfig())
 for name, one in (("float32", model), ("the policy", half)):
-    nll = models.negative_log_likelihood(one, ids[:, :256])
+    nats = models.negative_log_likelihood(one, ids[:, :256])
     weights = sum(p.nbytes for p in one.parameters()) / 2**20
-    print(f"{name}: NLL {nll:.4f}, weights {weights:.0f} MiB")
+    print(f"{name}: NLL {nats:.4f}, weights {weights:.0f} MiB")
 FlashAttentionConfig()
 
 # %% [markdown]
 # Half the bytes, and the model predicts as well as before, although every layer now rounds to three digits: rounding
-# errors average out. An overflow does not. So check the range first, and the digits second.
+# errors average out.  An overflow does not.
 #
 # ## What you measured
 #
@@ -1047,21 +1060,21 @@ FlashAttentionConfig()
 # - `use_flash_attn=True` has no effect; only a record of what ran proves something.
 # - Long texts gain time and memory, in reading and training. Amdahl's law says how much.
 # - In decoding, queries are the *last* tokens: align the mask at the bottom right.
-# - A decode step waits for weights, cache and Python: batches and shared heads help it, FlashAttention does not.
+# - With short texts a decode step waits for weights and Python: batches help it, FlashAttention does not. With very
+#   long texts it waits for the cache: shared heads and keys in parts help.
 # - When you choose a dtype, range comes before precision.
 #
 # ### Three questions
 #
 # <details><summary>1. A colleague replaced attention by FlashAttention and sees no gain in tokens per second. The model answers short questions, one at a time. What do you say?</summary>
 #
-# The time goes to decode steps, which wait for the weights, and at batch 1 for Python. A larger batch or a smaller dtype
-# would help. For long prompts the *time to the first token* will fall.
+# The time goes to decode steps, which wait for the weights, and at batch 1 for Python. A larger batch or a smaller
+# dtype would help. For long prompts the *time to the first token* will fall.
 # </details>
 #
 # <details><summary>2. Why does a registered attention function also need a mask function?</summary>
 #
-# Transformers calls it to make the mask of each batch. Without one, layers attend to padding like text. There is no
-# error; only the results are wrong.
+# Transformers calls it to make the mask of each batch. Without one, layers attend to padding, without an error.
 # </details>
 #
 # <details><summary>3. A cache has room for 1,024 tokens; 600 of them are filled, and 4 new tokens come. Which keys may the first of the four see? And what would a bottom-right mask over all 1,024 places say?</summary>

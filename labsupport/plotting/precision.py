@@ -168,8 +168,9 @@ def _draw_ranges(axes: Axes, columns: list[Any], gradients: list[Any], pitch: fl
         marker, words = _ALARMS[kind]
         axes.plot(
             places, [0.97 - 0.05 * level] * len(places), transform=axes.get_xaxis_transform(),
-            linestyle="none", marker=marker, color=_BARS[name][1], markersize=6,
-            markeredgewidth=1.8, label=f"{_BARS[name][2]} holds {words}", gid=f"{name} {kind}",
+            linestyle="none", marker=marker, color=_BARS[name][1], markersize=min(6, 50 * pitch),
+            markeredgewidth=min(1.8, 16 * pitch), label=f"{_BARS[name][2]} holds {words}",
+            gid=f"{name} {kind}",
         )  # fmt: skip
     axes.set_ylabel("magnitude (not 0)")
     plain(axes, "y")
