@@ -11,8 +11,8 @@
 #
 # ![The longest sequence that trains in 16 GiB: 3,072 tokens with standard attention, 14,336 with FlashAttention, 41,984 with the loss in chunks, 1,048,576 with all remedies](../theory/figures/long-context-reach.png)
 #
-# The same model in the same 16 GiB: 3,072 tokens at first, a million in the end. You write what makes the difference,
-# train a model with your own code, and let it write.
+# The same model (GPT-2 small's shape) in the same 16 GiB: 3,072 tokens at first, a million in the end, the longest
+# tried.
 #
 # **After this notebook you can**
 #
@@ -21,7 +21,8 @@
 # - pack documents into one sequence, and watch a training run;
 # - spread one sequence over several devices with ring attention, and say what DDP and FSDP do instead.
 #
-# **Time** about 107 minutes (estimated); the exercises take 79 of them. **You need** notebooks 1 and 2. A laptop is enough.
+# **Time** about 107 minutes (estimated); the exercises take 79 of them. **You need** notebooks 1 and 2. A laptop is
+# enough.
 # **Background**: theory chapters [7](../theory/07-long-context.md) and [11](../theory/11-several-devices.md), and the
 # [glossary](../theory/glossary.md).
 
@@ -37,6 +38,10 @@ from labsupport import checks, models, plotting, training
 from labsupport.attention import attention_varlen, merge_attention, standard_attention
 from labsupport.attention.rotary import apply_rotary_emb, permute_rotary_rows
 from labsupport.attention.rotary import rotary_angles as labs_angles
+from labsupport.distributed import cleanup_ddp, demos, positions_of, setup_ddp, unshard_sequence
+from labsupport.distributed.launch import launch
+from labsupport.distributed.minimal_ring import send_on
+from labsupport.distributed.ring import Plan
 from labsupport.profiling import environment_card, load_run, measure_peak_memory
 from labsupport.training import DecoderConfig, MemoryOptions, TrainConfig, consistency
 from labsupport.training.measure import MemoryStrategy, measure_training, readable
@@ -48,12 +53,13 @@ gpu = device.type == "cuda"
 environment_card()
 
 # %% [markdown]
+# The stored outputs come from a solved copy; yours will replace them.
+#
 # ## 3.1 · Why longer?
 #
-# What are long contexts good for? SmolLM2, from notebook 2, reads source code that contains a passage of 128 tokens
+# SmolLM2, from notebook 2, reads source code that contains a passage of 128 tokens
 # twice, 1,024 tokens apart. It sees only the last 256, 896 or 1,024 tokens. How well does it predict the second
-# occurrence? (*NLL*, the negative log-likelihood, is in nats a token; guessing blindly costs 10.8.) The cell takes about
-# ten seconds.
+# occurrence? (*NLL*, the negative log-likelihood, is in nats a token; guessing blindly costs 10.8.)
 #
 # **Predict first**: how many times smaller is the NLL once the window reaches the first occurrence?
 
@@ -104,9 +110,10 @@ plotting.plot_by_window(
 )
 
 # %% [markdown]
-# The model finds nearly everything that it sees, and can only guess the rest. The table compares three tasks by the share
+# The model finds nearly everything that it sees, and can only guess the rest. The table compares three tasks by the
+# share
 # of the text that a model sees: questions about facts in a long *document* and function names in a *source file* (both
-# recorded: SmolLM2, 4,096 tokens), and the *dialogues* of `recall`, measured above. *Search* is a plain text search.
+# recorded: SmolLM2, 4,096 tokens), and the *dialogues* of `recall`. *Search* is a plain text search.
 
 # %%
 runs = load_run("context-cpu").query("measure in ['right', 'search', 'model']")
@@ -124,7 +131,8 @@ table.dropna().round(2).rename(index="{:.1%} of the text".format)
 
 
 # %% [markdown]
-# All three gain from more text, the source file least: code mostly needs what is near. With the whole document in sight,
+# All three gain from more text, the source file least. (The repeated passage was planted; ordinary code mostly needs
+# what is near.) With the whole document in sight,
 # the search answers all questions, SmolLM2 two thirds. What *fits* into a context is not always *used*.
 #
 # ## 3.2 · A position for every token
@@ -133,7 +141,7 @@ table.dropna().round(2).rename(index="{:.1%} of the text".format)
 # and has none for the 1,025th. *Rotary position embedding*, RoPE, has no last position: it rotates each pair of numbers
 # of a query or key by an angle that grows with the position.
 #
-# ![A fast and a slow pair as arrows at several positions; a query and a key, moved on together: the angle between them stays the same](../theory/figures/rotary-turn.png)
+# ![A fast and a slow pair at several positions; a query and a key, moved together, keep their angle](../theory/figures/rotary-turn.png)
 #
 # The dot product of two vectors depends only on the angle *between* them, so a score depends on the distance of two
 # tokens.
@@ -152,6 +160,8 @@ table.dropna().round(2).rename(index="{:.1%} of the text".format)
 # | `rotary_angles(positions, head_dim, base=10_000.0)` | `positions`: `(seqlen,)` int64, any values | cosines and sines of $t f_i$: `(seqlen, head_dim // 2)` each, float32 |
 # | `apply_rope(x, cos, sin)` | `x`: `(batch, seqlen, heads, head_dim)`, float32 or bfloat16; `cos`, `sin` as above | a new tensor of `x`'s shape and dtype, computed in float32 |
 # | `pairs_to_halves(weight, heads)` | `weight`: `(heads * head_dim, width)`, a query or key projection made for *neighbours* | a new weight of the same shape, for *halves* |
+#
+# Compute the angles in float64: float32 has 7 digits, too few for position 100,000.
 #
 # Two conventions say which numbers form a pair $(x, y)$: *halves* (Transformers) and *neighbours* (RoFormer, llama2.c).
 # `apply_rope` works with halves. So `pairs_to_halves` reorders the rows of a model made for neighbours: in a head of
@@ -235,8 +245,8 @@ checks.check_rope_conventions(pairs_to_halves, seed=14)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Your functions can drive a real model. The next cell loads SmolLM2's weights into a decoder of this lab, and puts your
-# functions into its method `turn`:
+# Your functions can drive a real model: SmolLM2's weights in a decoder of this lab, with your functions in its method
+# `turn`:
 
 # %%
 own_angles = checks.solution_or_reference(rotary_angles, labs_angles, checks.check_rope_angles)
@@ -298,15 +308,16 @@ print(f"NLL: right {right:.2f}, conventions mixed {mixed:.2f}, after pairs_to_ha
 assert back == right
 
 # %% [markdown]
-# The NLL about doubles, and no error is raised. So look up which convention a checkpoint uses.
+# The NLL about doubles, and no error is raised. So look up which convention a file of weights uses.
 #
 # ## 3.3 · What a long step costs
 #
 # The `tiny` decoder has 4 layers of width 128, 4 heads, and reads bytes: 0.8 million weights. A *step* is forward,
 # backward, and the optimizer AdamW. We compare standard attention with FlashAttention in float32, within a limit of
-# memory. (On a GPU, a similar kernel runs instead: FlashAttention's own take 16-bit numbers only.)
+# memory. On a GPU, FlashAttention's kernels take only 16-bit numbers. So a similar kernel for float32 runs there.
 #
-# **Predict first**: a sequence gets 8 times as long. How many times as much memory does a step with FlashAttention take?
+# **Predict first**: a sequence gets 8 times as long. How many times as much memory does a step with FlashAttention
+# take?
 
 # %%
 predicted_growth = None  # your guess, a number
@@ -338,15 +349,17 @@ plotting.plot_memory(
 
 
 # %% [markdown]
-# The row marked *predicted* was not run: it needs more than the limit. The memory of standard attention grows with $N^2$,
-# that of FlashAttention with $N$; the weights (the line) do not grow, so it is less than 8 times. FlashAttention's *time*
-# still grows with $N^2$: it computes all pairs.
+# The row marked *predicted* was not run: it needs more than the limit. With $N$ tokens, the memory of standard
+# attention grows with $N^2$, that of FlashAttention with $N$. The line does not grow, so it is less than 8 times: 16
+# bytes a weight, 4 for itself, 4 for its gradient, 8 for AdamW's two averages. FlashAttention still computes all
+# pairs: *its* time grows with $N^2$, that of the other layers with $N$, that of a step in between.
 #
 # ## 3.4 · The largest tensor is not attention's
 #
-# GPT-2's vocabulary has 50,257 tokens, and the classifier computes a number for each of them at every position. For 4,096
+# GPT-2's vocabulary has 50,257 tokens, and the classifier computes a number for each of them at every position. For
+# 4,096
 # tokens these *logits* take 0.8 GB, the log-softmax as much again, and its gradient too. All of it serves one number,
-# the loss, which is a sum over tokens.
+# the loss.
 
 # %% [markdown]
 # ### Exercise 3-2 · A loss without all the logits
@@ -372,9 +385,10 @@ plotting.plot_memory(
 # `backward(ctx, grad_loss)` gets the gradient of the loss, one number, and returns four values: the gradients of
 # `hidden` and `weight`, multiplied by `grad_loss`, and `None` for `labels` and for `chunk`.
 #
-# Neither pass may create a tensor larger than one chunk's logits, except for tensors of the size of `hidden` or `weight`.
+# Neither pass may create a tensor larger than one chunk's logits, except for tensors of the size of `hidden` or
+# `weight`.
 # No logits may be stored for the backward pass. Two ways are right: compute the gradients in `forward` and store those,
-# or compute the logits again in `backward`. Sum in the inputs' dtype.
+# or compute the logits again in `backward`. Keep all sums in the dtype of the inputs.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -383,7 +397,8 @@ plotting.plot_memory(
 # <details><summary>Hint 2: the idea</summary>
 #
 # A label of -100 is no index: use `labels.masked_fill(labels == -100,
-# 0)`, and set $d$ to 0 there. Every chunk *adds* to the weight's gradient. `ctx.save_for_backward(a, b)` stores tensors,
+# 0)`, and set $d$ to 0 there. Every chunk *adds* to the weight's gradient. `ctx.save_for_backward(a, b)` stores
+# tensors,
 # and `a, b = ctx.saved_tensors` brings them back.
 #
 # <details><summary>Hint 3: an outline</summary>
@@ -391,9 +406,9 @@ plotting.plot_memory(
 # ```text
 # forward    count the labels; begin with zeros for the loss and for both gradients
 #            for each chunk:  logits  ->  log_softmax  ->  add the losses of the labels that count
-#                             d = softmax - onehot, 0 where the label is -100, divided by the count
+#                             d = softmax - onehot, 0 where the label is -100, divided by max(count, 1)
 #                             these rows of hidden's gradient = d W;   weight's gradient += d^T hidden
-#            save both gradients; return the sum of the losses / count
+#            save both gradients; return the sum of the losses / max(count, 1)
 # backward   both gradients times grad_loss, None, None
 # ```
 # </details>
@@ -479,27 +494,30 @@ naive = peak_of(lambda h, w, y: F.cross_entropy(h @ w.T, y))
 mine = peak_of(lambda h, w, y: in_chunks(h, w, y, 32))
 plotting.plot_memory_parts(
     pd.DataFrame(
-        [("naive", "loss", naive), (who, "loss", mine)], columns=["case", "part", "bytes"]
+        [("all at once", "loss", naive), (f"in chunks, {who}", "loss", mine)],
+        columns=["case", "part", "bytes"],
     ),
-    title=f"{who}: {mine / 2**20:.0f} MiB, naive: {naive / 2**20:.0f} MiB",
+    title=f"In chunks: {mine / 2**20:.0f} MiB; all at once: {naive / 2**20:.0f} MiB",
     small_print=f"1,024 tokens, vocabulary 50,257, float32, chunks of 32 tokens, {device.type}",
 )
 
 
 # %% [markdown]
-# The gradient of the weight alone takes 25 MiB, which no method can save. (`grad_weight += d.T @ h` makes a second tensor
+# The gradient of the weight alone takes 25 MiB, which no method can save. (`grad_weight += d.T @ h` makes a second
+# tensor
 # of that size, `grad_weight.addmm_(d.T, h)` none.)
 #
 # ## 3.5 · What a layer keeps, and the wall
 #
-# A backward pass needs what the forward pass computed, so every layer keeps it. Here are two training steps of a small
+# A backward pass needs what the forward pass computed, so every layer keeps it. Two training steps of a small
 # decoder, measured at every allocation:
 #
-# ![Memory over time. Textbook: it climbs with each block, jumps at the loss, and falls. With all remedies: hardly any climb, and a bump for each block that is computed again](../theory/figures/step-memory.png)
+# ![Memory over time. Textbook: a high peak at the loss. With all remedies: low, with a bump for each block that is computed again](../theory/figures/step-memory.png)
 #
-# Every block adds what it keeps, the loss adds its logits, and the backward pass frees block by block. *Checkpointing*
-# (below) keeps only the input of each block, and computes the block again in the backward pass. Eight lines count all of
-# it. The largest of three moments matters: the loss, and the last block's backward pass, in its MLP or its attention.
+# Every block adds what it keeps, the loss adds its logits, and the backward pass frees block by block.
+# *Checkpointing* (nothing to do with files) keeps only the input of each block, and computes the block again in the
+# backward pass. Eight lines count all of it. Read `block` (what a block keeps) and `loss` (three tensors of logits,
+# or one chunk and the gradient of the weight).
 
 
 # %%
@@ -522,8 +540,7 @@ def count(config, seqlen, savings):
 
 
 # %% [markdown]
-# Do they predict real steps? Here is the decoder with a vocabulary of 16,384, 640 MiB and 2,048 tokens. We add one remedy
-# at a time:
+# Do they predict real steps? With a vocabulary of 16,384, 640 MiB and 2,048 tokens, we add one remedy at a time:
 
 # %%
 words = DecoderConfig.preset("tiny", vocab_size=16_384)
@@ -538,13 +555,14 @@ ran = ladder[ladder.status == "ok"].set_index("backend").peak_memory_bytes.to_di
 weights = 16 * words.parameters
 parts = pd.DataFrame(
     [(r.name, "weights, gradients, AdamW's states", weights) for r in remedies]
-    + [(r.name, "your step, counted", count(words, 2048, r.savings)) for r in remedies],
+    + [(r.name, "the step, counted", count(words, 2048, r.savings)) for r in remedies],
     columns=["case", "part", "bytes"],
 )
 totals = parts.groupby("case", sort=False).bytes.sum()
 plotting.plot_memory_parts(
     parts,
-    title=f"The first case needs {totals.iloc[0] / totals.iloc[-1]:.0f} times the memory of the last",
+    title="Counted, the first case needs "
+    f"{totals.iloc[0] / totals.iloc[-1]:.0f} times the memory of the last",
     measured=ran,
     limit=("allowed: 640 MiB", 640 * 2**20),
     small_print=f"Bars: counted. 2,048 tokens, vocabulary 16,384, float32, {device.type}",
@@ -558,10 +576,10 @@ plotting.plot_memory_parts(
 # | remedy | makes smaller | price |
 # | --- | --- | --- |
 # | FlashAttention | scores: $N^2$ a head | none, except for short sequences |
-# | loss in chunks | logits: $N V$ | none, if `forward` makes the gradients |
-# | checkpointing | what blocks keep: from $8w + 2m$ numbers a token to $w$ | each block's forward pass twice |
+# | loss in chunks | logits: $N$ × vocabulary | none, if `forward` makes the gradients |
+# | checkpointing | what blocks keep: from $8w + 2m$ numbers a token to $w$ (width $w$, the MLP's $m$) | each block's forward pass twice |
 # | bfloat16 autocast | most activations, to half | digits; 16-bit copies of all weights |
-# | smaller batch, *accumulated* before an update | everything, until the batch is 1 | no longer sequence |
+# | smaller batch, *accumulated* before an update | activations, down to those of one sequence | does not help one long sequence |
 #
 # The last two rows, measured:
 
@@ -582,13 +600,12 @@ pd.Series(
 ).round(1).to_frame()
 
 # %% [markdown]
-# Do 8,192 tokens train within 16 GB on a GPU? The lab's planner, these eight lines with every detail, answers for GPT-2
-# small. ([Chapter 7](../theory/07-long-context.md#where-the-wall-stands) compares it with recorded steps.)
+# Do 8,192 tokens train within 16 GiB on a GPU? The lab's planner is a more exact version of these eight lines. It answers for GPT-2 small. ([Chapter 7](../theory/07-long-context.md#where-the-wall-stands) compares it with recorded steps, and explains the last three rows.)
 
 # %% tags=["nbval-check-output"]
-plan = training.what_fits(DecoderConfig.preset("gpt2-small"), "16GB", seqlen=8192, device="cuda")
-plan.assign(peak=(plan.peak_bytes / 1e9).round(1))[["remedy", "peak", "fits"]].rename(
-    columns={"peak": "peak at 8,192 tokens, GB", "fits": "fits into 16 GB"}
+plan = training.what_fits(DecoderConfig.preset("gpt2-small"), "16GiB", seqlen=8192, device="cuda")
+plan.assign(peak=(plan.peak_bytes / 2**30).round(1))[["remedy", "peak", "fits"]].rename(
+    columns={"peak": "peak at 8,192 tokens, GiB", "fits": "fits into 16 GiB"}
 )
 
 # %% [markdown]
@@ -614,16 +631,24 @@ pd.DataFrame(rows, columns=columns).round(1)
 # %%
 packed = next(one for one in sequences if len(one.cu_seqlens) > 4)  # at least four documents
 starts = packed.cu_seqlens[:-1]
-every = torch.arange(0, 8192, 64)  # each 64th token
+every = torch.arange(0, length, 64)  # each 64th token
 document = torch.bucketize(every, starts, right=True)
 causal = every[:, None] >= every
 same = document[:, None] == document
 print("cu_seqlens:", packed.cu_seqlens.tolist())
-plotting.plot_weights({"causal mask alone": causal, "with cu_seqlens": causal & same})
+chart = plotting.plot_weights(
+    {
+        "causal mask alone:\ndocuments see each other": causal,
+        "with cu_seqlens:\neach sees only itself": causal & same,
+    }
+)
+for axes in chart.axes:
+    axes.images[0].set_extent((0, length, length, 0))  # the axes count tokens
+    axes.set(xticks=range(0, length + 1, 2048), yticks=range(0, length + 1, 2048))
+chart
 
 # %% [markdown]
-# Dark pairs are visible: each document has its own triangle, and positions begin at 0 in each. With a causal mask alone,
-# each document sees all before it. Change the first document, and look at the second:
+# Dark pairs are visible. Positions begin at 0 in each document. Change the first document, and look at the second:
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(0)
@@ -640,8 +665,8 @@ for name, offsets in (("cu_seqlens", apart), ("causal mask alone", together)):
 # ## 3.7 · Train it: your RoPE, your loss
 #
 # A decoder with *your* RoPE and *your* loss learns from dialogues like the one above. A token is a word with the space
-# before it; each of 100 steps reads 1,024 tokens of packed dialogues. (GPT-2's first weights suit wide layers; ours are
-# narrow, so the cell makes them larger.)
+# before it; each of 100 steps reads 1,024 tokens of packed dialogues. GPT-2's initial weights are too small for so
+# narrow a model, so the cell multiplies them by 3.
 
 # %%
 texts = [facts.dialogue(8000, seed=seed, facts=40).text for seed in range(60)]
@@ -664,13 +689,13 @@ print(f"{config.parameters:,} weights, {len(vocabulary)} different words")
 
 # %%
 settings = TrainConfig(steps=100, learning_rate=1e-2, warmup_steps=5)
-history = training.train(model, stream, settings)  # on two idle cores about ten seconds
+history = training.train(model, stream, settings)
 history.chart()
 
 
 # %% [markdown]
-# Some noise is healthy, because each batch is another text. A gradient norm that jumps and stays up is a warning. The loop
-# clips gradients at norm 1 (the chart shows the norm before), and stops before NaN gets into the weights. Now your model
+# Some noise is healthy, because each batch is another text. A gradient norm that jumps and stays up is a warning. The
+# loop clips gradients at norm 1, and stops before NaN gets into the weights. Now your model
 # writes:
 
 
@@ -689,9 +714,11 @@ def write(model, start, length, temperature=0.6):
 print(write(model, "18:21", 150))
 
 # %% [markdown]
-# Times, names and sentences after a few seconds. But is FlashAttention *right* in training? Two runs of the same seed round
-# differently, so ask: do the first gradients pass the error rule of notebook 1, and do the first losses agree with the
-# textbook's? A recorded run of 200 steps answers:
+# It has the *form*: times, names, full stops. It has no sense yet, and the times don't rise.
+#
+# Is FlashAttention *right* in training? With it and with the textbook's attention, the same seed gives slightly
+# different numbers, because they round differently. So ask: do the first gradients pass the error rule of notebook 1,
+# and do the first 20 losses agree? A recorded run answers:
 
 # %% tags=["nbval-check-output"]
 courses = load_run("agreement-cpu")
@@ -704,7 +731,8 @@ print(f"first 20 losses: at most {consistency.together(courses):.0e} apart")
 
 
 # %% [markdown]
-# **Long runs get killed.** A checkpoint holds the weights, AdamW's averages and the number of the step. On a CPU, a resumed
+# **Long runs get killed.** A checkpoint file holds the weights, AdamW's averages and the number of the step. On a
+# CPU, a resumed
 # run equals an uninterrupted one to the last bit:
 
 
@@ -731,26 +759,27 @@ print(f"the same to the last bit: {resumed == losses(8)}")
 # %% tags=["nbval-check-output"]
 sizes = {"vocab_size": 128_256, "width": 4096, "layers": 32, "heads": 32, "mlp_width": 14_336}
 llama3_8b = DecoderConfig(**sizes, kv_heads=8, norm="rms", mlp="swiglu", bias=False, tied=False)
-for name, config in {
+for name, shape in {
     "GPT-2 small": DecoderConfig.preset("gpt2-small"),
     "Llama 3 8B": llama3_8b,
 }.items():
-    plan = training.what_fits(config, "139GiB", seqlen=2**20, device="cuda").iloc[-1]
-    state = 16 * config.parameters / 2**30
+    plan = training.what_fits(shape, "139GiB", seqlen=2**20, device="cuda").iloc[-1]
+    state = 16 * shape.parameters / 2**30
     print(f"{name}: {plan.peak_bytes / 2**30:.0f} GiB, of which weights and states {state:.0f}")
 
 # %% [markdown]
-# The second does not fit into an H200's 140 GiB. Several devices can share the work. A *rank* is one process with its
-# part of it; all ranks together are the *world*, and $W$ is their number. Two processes on a laptop exchange the same
-# kinds of messages as GPUs.
+# The second does not fit into an H200's 139 GiB. Several devices can share the work. A *rank* is one process with its
+# part of it; all ranks together are the *world*, and $W$ is their number.
 #
 # | | a rank works on | it sends | what gets smaller on each rank |
 # | --- | --- | --- | --- |
 # | **ring**, sequence parallelism | a part of *each* sequence | keys and values, in each layer; gradients | everything that grows with $N$ |
-# | **DDP**, data parallelism | other sequences | gradients, once a step | nothing; a step has more sequences |
-# | **FSDP**, fully sharded | other sequences | parameters and gradients, layer by layer | parameters, gradients, AdamW's states |
+# | **DDP**, distributed data parallel | other sequences | gradients, once a step | nothing; a step has more sequences |
+# | **FSDP**, fully sharded data parallel | other sequences | parameters and gradients, layer by layer | parameters, gradients, AdamW's states |
 #
-# Only the ring makes a longer sequence possible. Attention alone looks at other tokens; all other layers work on any part
+# FSDP shrinks the 120 GiB of weights and states, so here it already makes the sequence fit. It does not shrink the 51
+# GiB that grow with $N$. Only the ring does, and divides the time too. Attention alone looks at other tokens; all
+# other layers work on any part
 # of a sequence.
 #
 # ## 3.9 · A ring
@@ -760,8 +789,9 @@ for name, config in {
 #
 # ![Four ranks on a circle: in step 1, the keys and values of the rank before have arrived](../theory/figures/ring-circle.png)
 #
-# So each step gives a result for *some* of the keys, with a softmax over those keys alone. How do we combine two of them?
-# Let's try their plain average, with 16 keys in one part and 48 in the other:
+# So each step gives a result for *some* of the keys, with a softmax over those keys alone. How do we combine two of
+# them?
+# Try their plain average, with 16 keys in one part, 48 in the other:
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(1)
@@ -777,10 +807,11 @@ print(f"the plain average is off by {error:.0%}")
 # %% [markdown]
 # The second part has three times as many keys, but the same weight. The right weight is the denominator of its softmax,
 # the sum of the exponentials of its scores. FlashAttention returns its logarithm, the *log-sum-exp* $L$. The figure
-# merges four parts of a row in two orders; each box contains a maximum $m$ and a sum $\ell$, with $L = m + \ln\ell$. The
+# merges four parts of a row in two orders; each box contains a maximum $m$ and a sum $\ell$, with $L = m + \ln\ell$.
+# The
 # last box is the same:
 #
-# ![Four parts merged as a chain and as a tree: the last box contains m = 5 and l = 1.646 in both](../theory/figures/merge-orders.png)
+# ![Four parts merged as a chain and as a tree: the last box is the same](../theory/figures/merge-orders.png)
 
 # %% [markdown]
 # ### Exercise 3-4 · Merge partial results
@@ -797,13 +828,15 @@ print(f"the plain average is off by {error:.0%}")
 # | `merge(out, lse, part, part_lse)` | `out`, `part`: `(..., rows, head_dim)`; `lse`, `part_lse`: `(..., rows)`; all float32, but `part` may be bfloat16 or float16 | the new result `(out, lse)`, both float32 |
 # | `merge_all(parts)` | an iterable (perhaps a generator) of at least one `(part, part_lse)`, in any order | `(out, lse)` over all keys: `out` in the parts' dtype, rounded *once*; `lse` float32 |
 #
-# If a query sees no key of a part, its `part_lse` is -inf and its `part` is 0; `out` and `lse` likewise, not NaN.
-# Log-sum-exps lie between -1,000 and 1,000. Don't change any argument in place. `merge_all` takes one part at a time, as a
-# ring does, and must not store them all.
+# If a query sees no key of a part, its `part_lse` is -inf and its `part` is 0. If *neither* part has a visible key,
+# return -inf and 0, not NaN.
+# Log-sum-exps lie between -1,000 and 1,000. Don't change any argument in place. `merge_all` takes one part at a time,
+# and must not store them all.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# One part has three keys, the other one, and all scores are equal. Which weights must the parts get? And what if the query
+# One part has three keys, the other one, and all scores are equal. Which weights must the parts get? And what if the
+# query
 # sees no key of the second part?
 #
 # <details><summary>Hint 2: the idea</summary>
@@ -865,7 +898,8 @@ checks.check_merge_all(merge_all, seed=43)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now the ring is two loops. Here they run in one process: in each step, a rank takes the keys and values of rank `(rank -
+# Now the ring is two loops. Here they run in one process: in each step, a rank takes the keys and values of rank
+# `(rank -
 # step) % W` from a list. Whether a query may see a key depends on the *positions* of both, not on the rank.
 
 # %%
@@ -903,8 +937,7 @@ error = (torch.cat(outputs, dim=1) - exact).abs().max()
 print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-6)}")
 
 # %% [markdown]
-# The sums have the same terms, in another order. (The backward pass goes around the ring, too: [chapter
-# 11](../theory/11-several-devices.md#a-ring-backward).)
+# The backward pass goes around the ring, too: [chapter 11](../theory/11-several-devices.md#a-ring-backward).
 #
 # ## 3.10 · Equal work
 #
@@ -916,25 +949,21 @@ print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-
 predicted_imbalance = None  # your guess, a number
 
 # %% tags=["nbval-check-output"]
-from labsupport.distributed import cleanup_ddp, demos, positions_of, setup_ddp, unshard_sequence
-from labsupport.distributed.launch import launch
-from labsupport.distributed.minimal_ring import send_on
-from labsupport.distributed.ring import Plan
-
 eight = Plan.of(8, 1024, causal=True)
 work = pd.Series([sum(eight.pairs(rank)) for rank in range(8)])
 checks.compare_prediction("Busiest rank", predicted_imbalance, work.max() / work.mean(), "times")
 
 # %% [markdown]
-# All others wait for the busiest rank, on average for almost half of the time. *Zigzag* is a better order: it cuts the
+# All others wait for the busiest rank, on average a little more than half of the time. *Zigzag* is a better order: it
+# cuts the
 # sequence into $2W$ chunks, and gives rank $r$ the early chunk $r$ and the late chunk $2W - 1 - r$. Colours show which
 # rank computes a part, numbers in which step:
 #
-# ![The causal score matrix of four ranks by chunks. Contiguous: rank 3 needs 3.5 units of time, rank 0 half a unit. Zigzag: all need 2](../theory/figures/long-context-zigzag.png)
+# ![Four ranks. Contiguous: rank 3 needs 3.5 units of time, rank 0 half a unit. Zigzag: all need 2](../theory/figures/long-context-zigzag.png)
 #
 # The lab's `positions_of` says where a rank's tokens stand. (Write it yourself in [parallel by
-# hand](further/parallel-by-hand.ipynb).) Here is your ring with this order, and with positions that are not cut like the
-# tokens: a wrong mask, and no error.
+# hand](further/parallel-by-hand.ipynb).) First your ring with this order. Then a mistake: zigzag tokens with contiguous
+# positions. The mask is wrong, and no error is raised.
 
 # %% tags=["nbval-check-output"]
 zigzag = [positions_of(16, rank, 4, zigzag=True) for rank in range(4)]
@@ -948,7 +977,8 @@ for name, positions in (("zigzag", zigzag), ("contiguous", torch.arange(64).chun
 # %% [markdown]
 # ## 3.11 · Real processes, and three silent mistakes
 #
-# `launch` starts two processes, runs your function in each, and returns their results. `send_on` starts to send keys and
+# `launch` starts two processes, runs your function in each, and returns their results. `send_on` starts to send keys
+# and
 # values to the next rank, and returns a function that waits for those of the previous rank.
 
 
@@ -976,16 +1006,16 @@ print(f"{whose} ring on two processes, largest error: {(found - exact).abs().max
 assert (found - exact).abs().max() < 2e-6
 
 # %% [markdown]
-# That is ring attention, forward. Now take a whole model, `recall`, on two processes, with the lab's complete ring. Then
-# make three common mistakes:
+# Now a whole model, `recall`, on two processes with the lab's complete ring. Then three common mistakes:
 #
 # 1. zigzag shards, but the ring for contiguous ones;
 # 2. positions that start at 0 on each rank;
 # 3. labels shifted by one *after* the sequence was cut, not before:
 #
-# ![Shifted after the cut, the last label of rank 0 is its own first token, and not rank 1's](../theory/figures/shard-edge.png)
+# ![Shifted after the cut, the last label of each rank is its own first token](../theory/figures/shard-edge.png)
 #
-# **Predict first**: how many of the three raise the loss by more than a tenth, so that you would see them in a loss curve?
+# **Predict first**: how many of the three raise the loss by more than a tenth, so that you would see them in a loss
+# curve?
 
 # %%
 predicted_noticed = None  # your guess, 0 to 3
@@ -998,28 +1028,34 @@ checks.compare_prediction("Mistakes that a loss curve shows", predicted_noticed,
 by_case.round(3)
 
 # %% [markdown]
-# You would notice the first two. The third changes the loss by only 2%, and the model learns the wrong labels. So compare
+# You would notice the first two. The third changes the loss by only 2%, and at each cut the model learns one wrong
+# label, in every step. So compare
 # the loss with that of one device, to the last digits, before you train on several.
 #
-# When did each rank compute, and when did it wait (white)? PyTorch's profiler recorded a forward pass over 4,096 tokens:
+# When did each rank compute, and when did it wait (white)? PyTorch's profiler recorded a forward pass over 4,096
+# tokens:
 
 # %%
 spans = pd.DataFrame(looked[0]["spans"] + looked[1]["spans"])
 began = spans.groupby("layout").start.transform("min")
 spans = spans.assign(start_ms=1e3 * (spans.start - began), end_ms=1e3 * (spans.end - began))
 took = spans.groupby("layout").end_ms.max()
+lengths = (spans.end_ms - spans.start_ms)[spans.what == "compute"]
+waits = 1 - lengths.groupby([spans.layout, spans["rank"]]).sum().unstack(0)[took.index] / took
 plotting.plot_timeline(
     spans,
-    title=f"Contiguous: {took['contiguous']:.0f} ms. Zigzag: {took['zigzag']:.0f} ms",
+    title=f"Rank 0 waits {waits.contiguous[0]:.0%} of the time with contiguous shards, "
+    f"{waits.zigzag[0]:.0%} with zigzag ones",
     small_print="CPU, 2 processes, 4 heads of 64, float32. "
     "Message: from its post to the end of the wait for it.",
 )
 
 # %% [markdown]
-# Counted, contiguous shards take 1.5 times as long as zigzag ones. (If your ratio is far from it, another program used the
-# cores.) A message travels while the rank computes, so long shards hide it: their work grows with the square.
+# Counted in pairs, contiguous shards take 1.5 times as long as zigzag ones. Messages and other programs add to the
+# measured times. A message travels while the rank computes, so long shards hide it.
 #
-# The purpose of the ring is to save memory. Each rank needs half:
+# The purpose of the ring is to save memory. Each rank needs half of the activations (weights are not counted: each
+# rank has all):
 
 # %%
 memory = pd.DataFrame(demos.step_memory() + looked[0]["memory"] + looked[1]["memory"])
@@ -1057,13 +1093,14 @@ table.astype(object).where(table.notna(), "–")
 #
 # ## 3.13 · A fault to find
 #
-# A colleague accumulates gradients over parts of a batch: "It should make no difference, and usually it doesn't. But on
-# padded batches training is worse, and nobody knows why."
+# A colleague accumulates gradients over parts of a batch: "It should make no difference, and usually it doesn't. But
+# on padded batches training is worse."
 #
 # ### Exercise 3-8 · Find the fault
 # ●●○ · useful · 10 minutes · 3 points
 #
-# *First* run the colleague's program and the cell after it: a table compares the gradient accumulated over four parts with
+# *First* run the colleague's program and the cell after it: a table compares the gradient accumulated over four parts
+# with
 # that of the whole batch. Then write `find_fault`. It returns the letter of the cause and a correct `gradient_of_part`,
 # which differs in one or two lines. The possible causes:
 #
@@ -1082,11 +1119,13 @@ table.astype(object).where(table.notna(), "–")
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Take two parts, with 8 labels and 2. Which weight has each label in the mean loss of the whole batch? And in the program?
+# Take two parts, with 8 labels and 2. Which weight has each label in the mean loss of the whole batch? And in the
+# program?
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# `F.cross_entropy(..., reduction="sum")` adds up the losses of a part's labels. By which number, the same for all parts,
+# `F.cross_entropy(..., reduction="sum")` adds up the losses of a part's labels. By which number, the same for all
+# parts,
 # must you divide each sum? `all_labels` has the labels of the whole batch.
 # </details>
 # </details>
@@ -1154,9 +1193,10 @@ checks.check_accumulation(after_repair, seed=81)
 # ## What you measured
 #
 # - A long context helps where something far away is needed again.
-# - A step's memory grows with $N^2$ for the textbook, and with $N$ for FlashAttention. Then the logits are the limit, and
+# - A step's memory grows with $N^2$ for the textbook, and with $N$ for FlashAttention. Then the logits are the limit,
+# and
 #   after them what the blocks keep.
-# - Packed documents do not see each other, if `cu_seqlens` is passed on. A resumed run is the same to the last bit.
+# - Packed documents do not see each other, if `cu_seqlens` is passed on.
 # - Partial results merge exactly by their log-sum-exps; zigzag gives all ranks equal work.
 # - Wrong conventions, positions and labels raise no error.
 #
@@ -1177,20 +1217,17 @@ checks.check_accumulation(after_repair, seed=81)
 #
 # <details><summary>3. A model of 7 billion weights, AdamW in float32, 8 GPUs of 80 GB. DDP or FSDP? What if the sequence has a million tokens?</summary>
 #
-# 16 bytes per weight are 112 GB, so DDP does not fit; FSDP needs 14 GB on each GPU. At a million tokens the activations
-# are the problem, and FSDP does not shard them: add a ring, and the remedies of section 3.5.
+# 16 bytes per weight are 112 GB, so DDP does not fit; FSDP needs 14 GB on each GPU. At a million tokens, about 50 GiB
+# of activations come on top with every remedy. FSDP does not shard them. A ring does, and divides the work.
 # </details>
 #
 # ## Read on
 #
-# Theory chapters [7](../theory/07-long-context.md) and [11](../theory/11-several-devices.md). Su et al., *RoFormer* (arXiv
-# 2104.09864), section 3. Liu, Zaharia and Abbeel, *Ring Attention* (arXiv
-# 2310.01889). Li et al. on DDP (arXiv 2006.15704). Rajbhandari et al., *ZeRO* (arXiv 1910.02054), on what FSDP shards. To
-# try: `labsupport train --parallel ring`.
+# Su et al., *RoFormer* (arXiv
+# 2104.09864), section 3. Liu et al., *Ring Attention* (arXiv
+# 2310.01889). Li et al. on DDP (arXiv 2006.15704). Rajbhandari et al., *ZeRO* (arXiv 1910.02054), on what FSDP shards.
 #
 # ### How far you are
-#
-# The checks run once more, on what you have defined:
 
 # %%
 from labsupport.course.progress import show_progress

@@ -68,7 +68,10 @@ def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> 
     panels[-1].set_xlabel("time since the first rank began (ms)")
     panels[-1].set_xlim(left=0)
     figure.legend(
-        handles=[Patch(facecolor=colour, label=what) for what, colour in _SPANS.items()],
+        handles=[
+            Patch(facecolor=_SPANS["compute"], label="compute"),
+            Patch(facecolor=_SPANS["message"], label="message on its way"),
+        ],
         loc="outside right upper", frameon=False, fontsize=9,
     )  # fmt: skip
     figure.say(title, small_print, words)

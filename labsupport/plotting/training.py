@@ -83,7 +83,8 @@ def plot_memory_parts(
     axes.invert_yaxis()
     axes.set_xlabel(f"memory at the peak of a step ({unit})")
     plain(axes, "x")
-    add_legend(figure, [axes], 8.5)
+    if len(wide.columns) > 2 or measured or limit:
+        add_legend(figure, [axes], 8.5)
     totals = "; ".join(f"{case}: {left[case]:.3g} {unit}" for case in cases)
     found = "; ".join(f"{case}: {n / size:.3g} {unit}" for case, n in (measured or {}).items())
     words = [f"Predicted peaks: {totals}.", *([f"Measured: {found}."] if found else [])]

@@ -62,7 +62,8 @@ def environment_card(device: str | None = None) -> EnvironmentCard:
         dtypes = f"float32, float16{', bfloat16' if ampere else ' (no bfloat16)'}"
     else:
         ram = psutil.virtual_memory()
-        name = f"CPU: {info.name}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        name = f"CPU: {info.name}, {threads} thread{'s' * (threads > 1)}"
         memory = f"{format_bytes(ram.available)} available of {format_bytes(ram.total)}"
         dtypes = "float64, float32, bfloat16, float16"
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labsupport.profiling.units import format_bytes
-
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -103,10 +101,7 @@ class History:
         """
         from labsupport.plotting import plot_training
 
-        about = (
-            f"{len(self)} steps; {self.tokens_per_s:,.0f} tokens/s (median); peak memory "
-            f"{format_bytes(self.peak_bytes)}"
-        )
+        about = f"{len(self)} steps; {self.tokens_per_s:,.0f} tokens/s (median)"
         return plot_training(self.frame(), title=title, small_print=about)
 
     def state(self) -> list[dict[str, Any]]:

@@ -155,9 +155,9 @@ def shard_edge(axes):
         d.box(axes, left, 0, RANKS[0] if column < 4 else RANKS[2], tokens[column])
         right = tokens[column + 1] if column < 7 else "–"
         first = 0 if column < 4 else 4  # after the cut, a shard can only look into itself
-        own = tokens[first + (column - first + 1) % 4] if column < 7 else right
+        own = tokens[first + (column - first + 1) % 4]
         d.box(axes, left, 1.5, d.TILE, right)
-        d.box(axes, left, 3, d.RED if own != right and column == 3 else d.TILE, own)
+        d.box(axes, left, 3, d.RED if own != right else d.TILE, own)
     d.words(axes, 2, -0.2, "rank 0", 9, RANKS[0], ha="center")
     d.words(axes, 6.5, -0.2, "rank 1", 9, RANKS[2], ha="center")
     for y, text in ((0, "tokens"), (1.5, "labels, shifted\nbefore the cut"),
@@ -165,5 +165,6 @@ def shard_edge(axes):
         d.words(axes, -2.9, y + 0.5, text, 9, "black", va="center")
     return (
         "Shift the labels before you cut: the last token of a shard needs its neighbour's first",
-        "Red: after “in”, the model would learn to say “the”, the first token of its own shard.",
+        "Red: the last token of each shard would get its own shard's first token as its label; "
+        "“–” is none.",
     )
