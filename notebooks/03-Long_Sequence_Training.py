@@ -1044,8 +1044,8 @@ lengths = (spans.end_ms - spans.start_ms)[spans.what == "compute"]
 waits = 1 - lengths.groupby([spans.layout, spans["rank"]]).sum().unstack(0)[took.index] / took
 plotting.plot_timeline(
     spans,
-    title=f"Rank 0 waits {waits.contiguous[0]:.0%} of the time with contiguous shards, "
-    f"{waits.zigzag[0]:.0%} with zigzag ones",
+    title=f"Contiguous: rank 0 waits {waits.contiguous[0]:.0%} of the time. "
+    f"Zigzag: {waits.zigzag[0]:.0%}",
     small_print="CPU, 2 processes, 4 heads of 64, float32. "
     "Message: from its post to the end of the wait for it.",
 )

@@ -206,7 +206,7 @@ ASKED = {
     "LAB-12 stability: loss and gradient norm": (3, "gradient norm"),
     "LAB-13 RoPE": (3, "def apply_rope"),
     "LAB-14 document, dialogue, source file": (3, "source file"),
-    "LAB-15 8K tokens under 16 GB": (3, "fits into 16 GB"),
+    "LAB-15 8K tokens under 16 GB": (3, "fits into 16 GiB"),
     "LAB-16 remedies": (3, "accumulat"),
     "LAB-17 profiler": (4, "traces["),
     "LAB-18 bandwidth and traffic": (4, "of the bandwidth"),
