@@ -912,7 +912,8 @@ with torch.inference_mode(), PrecisionTracker(ten_layers) as tracker:
     ten_layers(words)
 print(tracker.report())
 frame = tracker.to_dataframe()  # a row for each call of a module: name, dtypes, largest, nan, ...
-first = frame[frame.nan > 0].sort_values("order").name.iloc[0].removeprefix("model.")
+bad = frame[(frame.nan > 0) & (frame.kind != "block")].sort_values("order")
+first = bad.name.iloc[0].removeprefix("model.")
 title = f"NaN begins at {first}, though finite outputs reach only {frame.largest.max():.0f}"
 plotting.plot_dtype_flow(frame, title=title)
 
