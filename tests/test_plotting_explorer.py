@@ -98,12 +98,12 @@ def test_the_walk_of_a_kernel_visits_the_tiles_that_a_causal_mask_leaves():
     assert whole.description.startswith("3 programs compute 6 of 9 tiles: program 0 the keys")
     assert "program 2 the keys from 8" in whole.description
     assert [panel.get_title(loc="left").splitlines()[1] for panel in whole.axes] == [
-        "mask, then it stores",
-        "no mask, then the next tile",
-        "mask, then it stores",
-        "no mask, then the next tile",
-        "no mask, then the next tile",
-        "mask, then it stores",
+        "scores masked, then it stores",
+        "scores unmasked, then the next tile",
+        "scores masked, then it stores",
+        "scores unmasked, then the next tile",
+        "scores unmasked, then the next tile",
+        "scores masked, then it stores",
     ]
     one = plotting.plot_kernel_walk(10, block=4, step=3)
     assert one.get_suptitle() == "Step 4 of 6: program 2, keys from 0"
