@@ -126,8 +126,8 @@ def _draw_walk(axes: Axes, seqlen: int, block: int, causal: bool, program: int, 
     corner = Rectangle((first, program * block), block, block, fill=False, edgecolor=BLACK)
     axes.add_patch(corner)
     axes.set(xlim=(0, side), ylim=(side, 0), aspect="equal", xlabel="keys", ylabel="queries")
-    axes.set_xticks([*range(0, seqlen, block), seqlen])
-    axes.set_yticks([*range(0, seqlen, block), seqlen])
+    axes.set_xticks(range(0, side + 1, block))
+    axes.set_yticks(range(0, side + 1, block))
     axes.spines[:].set_visible(False)
     stop = min(seqlen, (program + 1) * block) if causal else seqlen
     last = first + block >= stop
