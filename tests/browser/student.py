@@ -104,7 +104,8 @@ class Student:
 
     def restart_and_run_all(self, *, within):
         """Run > Restart Kernel and Run All Cells, confirmed, and wait until nothing runs."""
-        code = [cell for cell in self.cells() if cell.kind == "code"]
+        # Shift-Enter in the last cell has left an empty one, which does not run.
+        code = [cell for cell in self.cells() if cell.kind == "code" and cell.source]
         self._choose("restart-and-run-all")
         self.page.locator(".jp-Dialog-button.jp-mod-accept").click()
         # A new kernel counts from 1, and the outputs of the old one are gone.
