@@ -32,6 +32,5 @@ def test_a_wrong_solution_is_diagnosed_and_a_right_one_passes(lab, student, pict
 
     student.rewrite(STUB, "scores = q @ k.mT", "scores = q @ k.mT / math.sqrt(q.shape[-1])")
     student.run(STUB)
-    for check in ("values", "mask", "empty_rows"):
-        said = student.run(f"checks.check_textbook_{check}(").inner_text()
-        assert said.strip().startswith("[ok]")
+    said = student.run("checks.check_textbook_values(").inner_text()
+    assert said.count("[ok]") == 3  # values, mask and empty rows
