@@ -109,7 +109,7 @@ def test_a_student_gets_through(path, lab, copy, student, album, picture):
         image = student.show(cell).locator(".jp-OutputArea img").first
         expect(image).to_be_visible()
         size = image.evaluate("async (i) => (await i.decode(), [i.naturalWidth, i.naturalHeight])")
-        assert min(size) > 300
+        assert min(size) > 200
         album("chart")
     expect(student.page.locator(BARS)).to_have_count(0)
     assert "Error displaying widget" not in student.page.locator(".jp-Notebook").inner_text()
