@@ -239,7 +239,7 @@ def plot_tile_pass(steps: Sequence[Mapping[str, Any]]) -> Chart:
     rows, keys = steps[0]["scores"].shape
     cols = min(2, len(steps))
     lines = -(-len(steps) // cols)
-    figure = Chart(figsize=(5.4 * cols, 0.4 + (0.34 * rows + 0.75) * lines))
+    figure = Chart(figsize=(4.9 * cols, 0.4 + (0.34 * rows + 0.75) * lines))
     for axes, step in zip(figure.subplots(lines, cols, squeeze=False).flat, steps, strict=False):
         _draw_step(axes, step, rows, keys)
     if len(steps) > 1:
