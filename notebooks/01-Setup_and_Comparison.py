@@ -599,9 +599,9 @@ else:
 
 # %% [markdown]
 # The next cell measures the textbook (`standard`), your function (`mine`) and PyTorch's FlashAttention kernel
-# (`sdpa_flash`; on an older GPU `sdpa_efficient`), with the same inputs, without a mask. It takes up to a minute. Your
-# function will be slower than the textbook, since each of its lines is a kernel of its own; it saves memory. Guess: at
-# 4,096 tokens, the kernel is how many times as fast as the textbook?
+# (`sdpa_flash`; on an older GPU `sdpa_efficient`), with the same inputs, without a mask. It takes up to a minute. Each
+# line of your function is a kernel of its own, which costs time; its small tiles save memory. Guess: at
+# 4,096 tokens, PyTorch's kernel is how many times as fast as the textbook?
 
 # %%
 predicted_speedup = None  # your guess, a number, before you run the next cells
@@ -701,7 +701,7 @@ plotting.plot_time(
 )
 
 # %% [markdown]
-# The loop is slower than the textbook here, too. *Fusion* turns the saved memory into saved time.
+# On a GPU the loop is slower than the textbook. *Fusion* turns the saved memory into saved time.
 #
 # ## 1.7 · Two loop orders, and the backward pass
 #

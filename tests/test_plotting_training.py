@@ -1,9 +1,6 @@
 """Charts of training: what fills the memory, how losses run, what more context or devices bring."""
 
-import math
-
 import pandas as pd
-import pytest
 from matplotlib.colors import to_hex
 
 from labsupport.plotting import (
@@ -12,10 +9,7 @@ from labsupport.plotting import (
     plot_by_window,
     plot_launches,
     plot_memory_parts,
-    plot_runs,
-    plot_scaling,
     plot_timeline,
-    style,
 )
 
 MIB, BLUE = 2**20, "#0072b2"
@@ -29,17 +23,6 @@ def parts_of(rows):
 PARTS = parts_of(
     [("standard", "scores", 900), ("standard", "weights", 100), ("flash", "weights", 100)]
 )
-
-
-@pytest.fixture
-def runs():
-    rows = [
-        (backend, seed, step, 5.0 - step + 0.001 * n)
-        for n, (backend, seed) in enumerate([("standard", 0), ("sdpa_flash", 0), ("standard", 1)])
-        for step in range(4)
-    ]
-    table = pd.DataFrame(rows, columns=["backend", "seed", "step", "loss"])
-    return table.assign(grad_norm=1.0)
 
 
 def data_of(axes):
@@ -71,20 +54,6 @@ def test_the_bars_are_cut_into_parts_that_add_up_beside_what_was_measured_and_is
     drawn = bars(plot_memory_parts(parts_of([("a", f"{n}", 20 - n) for n in range(20)]), title="x"))
     assert len(drawn) == len({colour for _, _, colour in drawn}) == 7
     assert sum(width for _, width, _ in drawn) == sum(range(1, 21))
-
-
-def test_runs_are_drawn_with_their_distance_from_the_first(runs):
-    figure = plot_runs(runs, title="They agree")
-    upper, _, lower = figure.axes
-    names = ["standard, seed 0", "sdpa_flash, seed 0", "standard, seed 1"]
-    colours = ["#000000", "#0072B2", "#808080"]  # another seed is grey
-    assert [(x.get_label(), x.get_color()) for x in upper.get_lines()] == list(
-        zip(names, colours, strict=True)
-    )
-    distances = [line.get_ydata()[0] for line in lower.get_lines()]
-    assert distances == pytest.approx([0.001, 0.002])
-    assert lower.get_yscale() == "log"
-    assert "sdpa_flash, seed 0 is at most 1.0e-03 from standard, seed 0; equal" in alt_text(figure)
 
 
 def test_scores_are_drawn_against_the_window():
@@ -132,30 +101,3 @@ def test_kernels_are_bars_by_call_and_stream():
     assert bars == [(0.0, 2.0), (5.0, 9.0), (1.0, 4.0), (0.0, 6.0)]
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["a: 9 µs", "b: 6 µs"]
     assert "b: 2 kernels in 6 µs." in alt_text(figure)
-
-
-def test_efficiency_is_drawn_by_devices_with_what_can_be_had_at_best():
-    """A table of `labsupport ring bench`: two layouts, one case that could not run."""
-    rows = [
-        (world, who, direction, efficiency)
-        for world in (1, 2, 4, 8)
-        for direction, fa4 in (("forward", 0.8), ("forward and backward", math.nan))
-        for who, efficiency in (("native, contiguous", 0.9 * world / (2 * world - 1)),
-                                ("native, zigzag", 0.9), ("fa4, zigzag", fa4))
-    ]  # fmt: skip
-    recorded = pd.DataFrame(rows, columns=["world", "who", "direction", "efficiency"])
-    chart = {"column": "efficiency", "series": "who", "title": "x", "ylabel": "y"}
-    references = [Reference("ideal", 1.0), Reference("contiguous", lambda w: w / (2 * w - 1))]
-    figure = plot_scaling(recorded, **chart, panel="direction", references=references)
-    forward, both = figure.axes
-    assert data_of(forward)["contiguous"] == pytest.approx([1, 2 / 3, 4 / 7, 8 / 15])
-    assert data_of(forward)["native, zigzag"] == pytest.approx([0.9] * 4)
-    assert forward.get_ylim() == (0, 1.05)
-    assert "fa4, zigzag" not in data_of(both)  # it never ran there
-    assert "native, contiguous: 0.9 at 1, " in alt_text(figure)
-    # An implementation has its colour, and its second layout is dashed.
-    looks = [(x.get_color(), x.get_linestyle()) for x in forward.get_lines()[:3]]
-    native = style("sdpa_flash")[0]
-    assert looks == [(native, "-"), (native, "--"), (style("fa4")[0], "-")]
-    with pytest.raises(ValueError, match="same who, world"):
-        plot_scaling(recorded, **chart)

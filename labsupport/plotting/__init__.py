@@ -23,7 +23,7 @@ from labsupport.plotting.charts import (
     plot_roofline,
     plot_time,
 )
-from labsupport.plotting.distributed import plot_launches, plot_scaling, plot_timeline
+from labsupport.plotting.distributed import plot_launches, plot_timeline
 from labsupport.plotting.drawing import STYLES, Reference, style
 from labsupport.plotting.explorer import (
     plot_block_mask,
@@ -39,7 +39,6 @@ from labsupport.plotting.precision import plot_dtype_flow
 from labsupport.plotting.training import (
     plot_by_window,
     plot_memory_parts,
-    plot_runs,
     plot_training,
 )
 
@@ -60,8 +59,6 @@ __all__ = [
     "plot_predictions",
     "plot_rescalings",
     "plot_roofline",
-    "plot_runs",
-    "plot_scaling",
     "plot_tile_choices",
     "plot_tile_pass",
     "plot_tiles",

@@ -1,24 +1,15 @@
-"""Several devices: who computes and who waits, and what more devices bring."""
+"""Several devices: who computes and who waits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 from matplotlib.patches import Patch
-from matplotlib.ticker import ScalarFormatter
 
 from labsupport.plotting.drawing import (
     BLUE,
     ORANGE,
-    RED,
     SKY,
-    STYLES,
-    Reference,
-    add_legend,
-    draw_references,
-    log2_axis,
     plain,
 )
 from labsupport.plotting.figure import Chart
@@ -27,9 +18,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _SPANS = {"compute": BLUE, "message": ORANGE}
-_LINES = ((RED, "s"), (ORANGE, "v"), (SKY, "P"), ("#AA4466", "X"), ("#808080", "*"))
-# A ring's kernels by their own names, in the colours that they have elsewhere.
-_KNOWN = STYLES | {"native": STYLES["sdpa_flash"], "cudnn": STYLES["sdpa_cudnn"]}
 
 
 def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
@@ -109,83 +97,3 @@ def plot_launches(table: pd.DataFrame, *, title: str, small_print: str = "") -> 
     panels[-1].set_xlim(left=0)
     figure.say(title, small_print, words)
     return figure
-
-
-def plot_scaling(
-    table: pd.DataFrame,
-    *,
-    column: str,
-    title: str,
-    ylabel: str,
-    series: str = "series",
-    panel: str | None = None,
-    references: Sequence[Reference] = (),
-    small_print: str = "",
-) -> Chart:
-    """Plot a quantity against the number of devices, one line a series, from 0 on.
-
-    Args:
-        table: columns world, `series`, `panel` if given, and `column`, which is drawn. Where
-            `column` is missing (a case that could not run), a line has a gap.
-        column: e.g. "efficiency".
-        title: the finding, as a sentence.
-        ylabel: what is drawn, with its unit.
-        series: whose values are the lines. Those that begin with the same implementation, such as
-            "native, zigzag" and "native, contiguous", share its colour.
-        panel: whose values are the panels.
-        references: lines to judge by; y a number, or a function of the number of devices.
-        small_print: device, date, sizes.
-
-    Raises:
-        ValueError: two rows are the same point.
-
-    >>> import pandas as pd
-    >>> table = pd.DataFrame({"world": [1, 2, 4], "series": "native", "efficiency": [1, 0.9, 0.8]})
-    >>> chart = plot_scaling(table, column="efficiency", title="It scales", ylabel="efficiency")
-    """
-    keys = [series, *([panel] if panel else []), "world"]
-    if table.duplicated(keys).any():
-        raise ValueError(f"several rows have the same {', '.join(keys)}: choose one of each first")
-    worlds = sorted(set(table["world"]))
-    lines = list(dict.fromkeys(table[series]))
-    groups = list(dict.fromkeys(table[panel])) if panel else [None]
-    figure = Chart(figsize=(3.4 + 3.4 * len(groups), 4.4))
-    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-    for axes, group in zip(panels, groups, strict=True):
-        rows = table if group is None else table[table[panel] == group]
-        for name, look in zip(lines, _looks(lines), strict=True):
-            shown = rows[rows[series] == name].sort_values("world")
-            if shown[column].notna().sum() == 0:
-                continue
-            axes.plot(
-                shown["world"], shown[column], markersize=7, linewidth=1.8, label=name, **look
-            )
-        draw_references(axes, references, worlds)
-        log2_axis(axes, worlds, "number of devices")
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        if group is not None:
-            axes.set_title(str(group), fontsize=10, loc="left")
-        plain(axes)
-    panels[0].set_ylabel(ylabel)
-    heights = [line.get_ydata() for axes in panels for line in axes.get_lines()]
-    panels[0].set_ylim(0, 1.05 * float(np.nanmax(np.concatenate(heights))))
-    add_legend(figure, panels, 8.5)
-    figure.say(title, small_print)
-    return figure
-
-
-def _looks(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Return colour, marker and dashes of each line.
-
-    A name may go on after a comma ("native, zigzag"): what stands before it has its colour, and its
-    first line is solid.
-    """
-    first = [str(line).split(",")[0] for line in lines]
-    unknown = [name for name in dict.fromkeys(first) if name not in _KNOWN]
-    known = _KNOWN | {name: _LINES[n % len(_LINES)] for n, name in enumerate(unknown)}
-    looks = []
-    for n, name in enumerate(first):
-        colour, marker = known[name]
-        dashes = ("-", (0, (5, 2)), (0, (1, 1.5)))[min(first[:n].count(name), 2)]
-        looks.append({"color": colour, "marker": marker, "linestyle": dashes})
-    return looks

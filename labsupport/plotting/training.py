@@ -22,7 +22,6 @@ from labsupport.plotting.drawing import (
     log2_axis,
     log10_axis,
     plain,
-    style,
 )
 from labsupport.plotting.figure import Chart
 
@@ -125,60 +124,6 @@ def plot_training(table: pd.DataFrame, *, title: str | None = None, small_print:
     plain(upper)
     plain(lower)
     figure.say(title, small_print)
-    return figure
-
-
-def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
-    """Plot training runs: losses, gradient norms, and how far each loss is from the first run's.
-
-    Args:
-        table: columns backend, seed, step, loss, grad_norm. The first run is compared with.
-        title: the finding, as a sentence.
-        small_print: device, date, sizes.
-
-    >>> import pandas as pd
-    >>> table = pd.DataFrame({"step": [0, 1], "loss": [5.5, 5.1], "grad_norm": [2.0, 1.8]})
-    >>> runs = [table.assign(backend=name, seed=0) for name in ("standard", "sdpa_flash")]
-    >>> chart = plot_runs(pd.concat(runs, ignore_index=True), title="The same losses")
-    """
-    runs = list(dict.fromkeys(zip(table["backend"], table["seed"], strict=True)))
-    figure = Chart(figsize=(8.6, 7.0))
-    panels = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.6, 1.8))
-    first = None
-    words = []
-    for n, (backend, seed) in enumerate(runs):
-        run = table[(table["backend"] == backend) & (table["seed"] == seed)].set_index("step")
-        label, same = f"{backend}, seed {seed}", seed == runs[0][1]
-        look = {
-            "color": style(backend)[0] if same else "#808080",
-            "linestyle": "-" if n == 0 else (0, (5, 2)) if same else (0, (1, 1.5)),
-            "linewidth": 1.6,
-        }
-        panels[0].plot(run.index, run["loss"], label=label, **look)
-        words.append(
-            f"{label}: {run['loss'].iloc[0]:.3g} at first, {run['loss'].iloc[-1]:.3g} at the end."
-        )
-        panels[1].plot(run.index, run["grad_norm"], **look)
-        if first is None:
-            first = run["loss"]
-            continue
-        apart = (run["loss"] - first).abs()
-        # Equal losses have no place on a logarithmic axis; a point alone makes no line.
-        panels[-1].plot(apart.index, apart.where(apart > 0), marker=".", markersize=4, **look)
-        words.append(
-            f"{label} is at most {apart.max():.1e} from {runs[0][0]}, seed {runs[0][1]}; equal in "
-            f"{int((apart == 0).sum())} of {len(apart)} steps."
-        )
-    panels[0].set_ylabel("loss\n(nats a token)")
-    panels[1].set_ylabel("gradient norm")
-    panels[1].set_yscale("log")
-    panels[-1].set_ylabel("distance of the loss\nfrom the first run's\n(no dot: equal)")
-    panels[-1].set_yscale("log")
-    panels[-1].set_xlabel("step")
-    for axes in panels:
-        plain(axes)
-    panels[0].legend(frameon=False, fontsize=8.5)
-    figure.say(title, small_print, words)
     return figure
 
 

@@ -6,14 +6,12 @@ Weights, gradients and AdamW's states are float32. Batch 1, random tokens, seed 
 from __future__ import annotations
 
 import gc
-import math
 import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from labsupport.attention import BackendUnavailableError, last_call
@@ -166,24 +164,6 @@ def _timed(step: TrainingStep, device: torch.device, max_seconds: float) -> dict
         "reserved_bytes": reserved,
         "loss": losses[0],
     }
-
-
-def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
-    """Return the b of values = a · lengths^b, by least squares of logarithms: 1 linear, 2 square.
-
-    >>> round(exponent([1, 2, 4], [3, 12, 48]), 6)
-    2.0
-
-    Raises:
-        ValueError: fewer than two lengths, another number of values, or a number that is not above
-            0 and finite.
-    """
-    sound = all(0 < number < math.inf for number in (*lengths, *values))
-    if len(set(lengths)) < 2 or len(lengths) != len(values) or not sound:
-        raise ValueError(
-            "an exponent needs two different lengths, a value for each, and all above 0 and finite"
-        )
-    return float(np.polyfit(np.log(lengths), np.log(values), 1)[0])
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:

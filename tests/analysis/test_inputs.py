@@ -18,7 +18,6 @@ from labsupport.profiling import grid, measure_time, run_grid
 from labsupport.profiling.grids import Case, errors_by_dtype
 from labsupport.profiling.tables import arithmetic_bound_ms, format_table
 from labsupport.profiling.timing import measure_interleaved, resolve_device
-from labsupport.training.measure import exponent
 
 quickly = settings(max_examples=60, deadline=None, database=None, derandomize=True)
 size = st.integers(-1, 9)
@@ -98,7 +97,7 @@ def test_bounds_that_say_nothing_are_refused(bounds):
         resolve_device("gpu")
 
 
-def test_rates_sizes_and_exponents_of_nothing_are_refused():
+def test_rates_and_sizes_of_nothing_are_refused():
     for rate in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="above 0"):
             Roof("mine", "measured", {"float32": rate}, 1.0)
@@ -118,7 +117,4 @@ def test_rates_sizes_and_exponents_of_nothing_are_refused():
     with pytest.raises(ValueError, match="tflops is 0"):
         arithmetic_bound_ms(table, 0)
     assert format_table(table[:0]) == "nothing was measured"
-    for values in ([1, math.nan], [1, math.inf], [1, 0], [1]):
-        with pytest.raises(ValueError, match="exponent"):
-            exponent([1, 2], values)
     assert fitting_blocks("version2", "forward", 10**12, 8)[0] > 2**30

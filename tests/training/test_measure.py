@@ -5,7 +5,7 @@ import pytest
 
 from labsupport.training import DecoderConfig, MemoryOptions
 from labsupport.training.consistency import together
-from labsupport.training.measure import exponent, measure_training
+from labsupport.training.measure import measure_training
 from labsupport.training.planner import MemoryStrategy
 
 SHAPE = DecoderConfig(vocab_size=64, width=32, layers=2, heads=2)
@@ -52,12 +52,6 @@ def test_what_does_not_fit_or_cannot_train_is_a_row_that_says_why():
     (row,) = measured([64], [flex]).to_dict("records")
     assert row["status"] == "unsupported"
     assert "flex" in row["reason"]
-
-
-def test_an_exponent_needs_two_lengths_and_values_above_0():
-    for wrong in (([1], [1]), ([2, 2], [1, 2]), ([1, 2], [0, 1])):
-        with pytest.raises(ValueError, match="lengths"):
-            exponent(*wrong)
 
 
 def test_the_first_losses_of_equal_seeds_are_compared():
