@@ -571,4 +571,4 @@ def progress_bar(history: History, settings: TrainConfig, *, shown: bool) -> Any
     from tqdm.auto import tqdm
 
     done = min(len(history), settings.steps)
-    return tqdm(total=settings.steps, initial=done, unit="step", disable=not shown)
+    return tqdm(total=settings.steps, initial=done, unit="step", disable=not shown, leave=False)
