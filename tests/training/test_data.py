@@ -35,7 +35,7 @@ AWKWARD = "Zürich 🦙, 日本語:\n\n\t  x\u0301 \u200d👩\x00 3.14 don't   <
 @pytest.mark.parametrize(
     "name",
     [
-        *("training.data", "training.tasks.facts", "training.measure"),
+        *("training.data", "training.tasks.facts"),
         *("training.chunked_loss", "training.memory_limit", "training.savings"),
         *("training.planner", "training.tokens", "profiling.units"),
         *("distributed.data_parallel.costs", "distributed.ring.plan"),
