@@ -27,13 +27,14 @@ NOT_RUN = {
     "needs a GPU": (
         "nvidia-smi", "nvcc", "benchmarks decode", "benchmarks fp8", "benchmarks gluon_steps",
         "benchmarks loop_orders", "benchmarks training", "benchmarks tune",
-        "--seqlen (4096|.*8192)",
+        "traffic --three", "--seqlen (4096|.*8192)",
     ),
     "needs other machines, or changes the system": (
         "sudo ", "srun ", "ip netns", "ssh ", "rsync ", "tmux ", "git clone",
     ),
     "installs software": ("pip install", "-m uv ", "-m venv", "/uv "),
     "opens JupyterLab; tests/test_make_lab.py runs it": ("make lab", "labsupport lab"),
+    "reads what `make lab` makes; tests/course/test_progress.py runs it": ("labsupport progress$",),
     "needs submissions; tests/grader/test_nbgrader.py runs it": (
         "nbgrader autograde", "nbgrader export",
     ),
