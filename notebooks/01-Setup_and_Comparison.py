@@ -30,8 +30,8 @@
 # [glossary](../theory/glossary.md).
 #
 # **How to work.** Run the cells in order. In exercises 1-1, 1-3, 1-4 and 1-6 you replace `raise NotImplementedError`
-# with your code (other numbers: bonus exercises in `further/`). The cell below says what is wrong; hints unfold in
-# stages. *Run All* stops at the first unsolved exercise: scroll up to the red message.
+# with your code (other numbers: bonus exercises in `further/`). The cell after yours says what is wrong; hints unfold in
+# stages. *Run All* stops at an unsolved exercise: go on below it, or solve it.
 
 # %%
 import math
@@ -206,7 +206,7 @@ memory["formula, MiB"] = [score_bytes(1, heads, n, 4) / 2**20 for n in lengths]
 memory["measured, MiB"] = [measured_bytes(n) / 2**20 for n in lengths]
 most = memory["measured, MiB"].iloc[-1]
 checks.compare_prediction("Memory at 4,096 tokens", predicted_mib, most, "MiB")
-memory.round(0)
+memory.round(1)
 
 # %% [markdown]
 # Twice the length takes four times the memory. The measured values include the output, so they are a little larger.
@@ -245,7 +245,7 @@ pd.DataFrame(
 # ![Textbook attention: four kernels pass S and P on through the slow memory, in six trips. FlashAttention: one kernel reads Q, K, V and writes O.](../theory/figures/textbook-passes.png)
 #
 # A *kernel* is a function that the device runs in one go, as many copies, called *programs*, each with its own part of
-# the data. PyTorch runs four, with six trips of $N \times N$ numbers; four trips are the least.
+# the data. PyTorch runs four, with six trips of $N \times N$ numbers; without the scaling, four.
 #
 # Two things take time: moving the bytes, and the arithmetic, $4N^2d$ floating-point operations (FLOPs) per head. Guess:
 # on an H200, with four trips at 4,096 tokens, moving the bytes takes how many times as long as the arithmetic?
@@ -545,11 +545,11 @@ plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Where in the whole sequence are the rows and columns of this tile?
+# Which rows of `q` and of `k` does this tile hold?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# With `i` the row numbers in the whole sequence (a column vector) and `j` the column numbers,
+# With `i` the row numbers in `q` (a column vector) and `j` those in `k`,
 # `j <= i + seqlen_k - seqlen_q` is the tile of the mask. `torch.arange(start, stop)` counts them.
 #
 # <details><summary>Hint 3: an outline</summary>
@@ -600,7 +600,7 @@ else:
 # %% [markdown]
 # The next cell measures the textbook (`standard`), your function (`mine`) and PyTorch's FlashAttention kernel
 # (`sdpa_flash`; on an older GPU `sdpa_efficient`), with the same inputs, without a mask. It takes up to a minute. Each
-# line of your function is a kernel of its own, which costs time; its small tiles save memory. Guess: at
+# line of your function is a kernel, which costs time; its small tiles save memory, on a CPU also time. Guess: at
 # 4,096 tokens, PyTorch's kernel is how many times as fast as the textbook?
 
 # %%
@@ -634,8 +634,8 @@ plotting.plot_time(
 
 # %% [markdown]
 # The dotted line is the time of the arithmetic alone. At 512 tokens there is little memory to save, and on some
-# machines the textbook wins: "FlashAttention is always faster" is **a common error**. With longer sequences the gain
-# usually grows; a busy machine can hide that.
+# machines the textbook wins: "FlashAttention is always faster" is **a common error**. The gain usually grows with the
+# length.
 
 # %%
 saving = longest.peak_memory_bytes["standard"] / longest.peak_memory_bytes[mine]
@@ -727,14 +727,15 @@ for run in orders.itertuples():
 #
 # ### The backward pass, in one picture
 #
-# Training needs $P$ again. The textbook stores it. FlashAttention stores only $L$, and *recomputes* each tile:
+# Training needs $P$ again. The textbook stores it. FlashAttention stores $O$ and $L$, and *recomputes* each tile:
 # $P_{ik}=e^{S_{ik}-L_i}$, where $i$ and $k$ now number single queries and keys. Write $dX$ for the gradient of the loss
-# by $X$; $dO$ arrives from the next layer. One thing seems to need the whole row: $dS = P \circ (dP - D)$, entry by entry,
+# by $X$; $dO$ arrives from the next layer. The gradient of the softmax seems to need the whole row:
+# $dS = P \circ (dP - D)$,
 # where $D_i = \sum_k P_{ik}\, dP_{ik}$ runs over all keys.
 #
 # ![One query: the tile has two of the eight entries in its rows of P and dP, and all of its rows of O and dO.](../theory/figures/row-and-tile.png)
 #
-# But $dP_{ik} = dO_i \cdot v_k$, so $D_i = dO_i \cdot \sum_k P_{ik} v_k = dO_i \cdot O_i$. Both rows are there in full:
+# But $dP_{ik} = dO_i \cdot v_k$, so $D_i = dO_i \cdot \sum_k P_{ik} v_k = dO_i \cdot O_i$. A tile has both rows in full:
 
 # %% tags=["nbval-check-output"]
 q, k, v, dout = torch.randn(4, 6, 8, dtype=torch.float64)
@@ -782,8 +783,9 @@ from labsupport.profiling import errors_by_dtype
 errors_by_dtype(["standard", mine, fused], device=device)
 
 # %% [markdown]
-# From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. Your loop
-# computes $m$, $\ell$ and $O$ in the inputs' dtype, kernels in float32: so its error is larger. flash-attn's tests have
+# From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. A loop that
+# keeps $m$, $\ell$ and $O$ in the inputs' dtype has a larger error than a kernel, which keeps float32. flash-attn's
+# tests have
 # a rule, the column *allowed*: the *max error* may be at most twice the textbook's *in the same dtype*
 # (three times for gradients), plus $10^{-5}$.
 
@@ -949,7 +951,7 @@ print("rows that changed:", change.nonzero().flatten().tolist())
 #
 # ## What you measured
 #
-# - Softmax can be computed block by block, exactly. So your loop saves the memory, and a fused kernel also the time.
+# - Softmax can be computed block by block, exactly. So a loop saves memory; on a GPU only a fused kernel saves time.
 # - To judge an implementation, compare its error with the textbook's in the same dtype.
 #
 # ### Three questions

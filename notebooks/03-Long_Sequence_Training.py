@@ -11,8 +11,8 @@
 #
 # ![The longest sequence that trains in 16 GiB: 3,072 tokens with standard attention, 14,336 with FlashAttention, 41,984 with the loss in chunks, 1,048,576 with all remedies](../theory/figures/long-context-reach.png)
 #
-# The same model (GPT-2 small's shape) in the same 16 GiB: 3,072 tokens at first, a million in the end, the longest
-# tried.
+# The same model (GPT-2 small's shape) in the same 16 GiB: 3,072 tokens at first, and a million in the end (we tried no
+# more).
 #
 # **After this notebook you can**
 #
@@ -137,14 +137,14 @@ table.dropna().round(2).rename(index="{:.1%} of the text".format)
 #
 # ## 3.2 · A position for every token
 #
-# To attention, "dog bites man" and "man bites dog" are the same. GPT-2 *learned* a vector for each of 1,024 positions,
+# Attention alone cannot tell "dog bites man" from "man bites dog". GPT-2 *learned* a vector for each of 1,024 positions,
 # and has none for the 1,025th. *Rotary position embedding*, RoPE, has no last position: it rotates each pair of numbers
 # of a query or key by an angle that grows with the position.
 #
 # ![A fast and a slow pair at several positions; a query and a key, moved together, keep their angle](../theory/figures/rotary-turn.png)
 #
-# The dot product of two vectors depends only on the angle *between* them, so a score depends on the distance of two
-# tokens.
+# Turning keeps lengths, so it changes a dot product only through the angle *between* both: a score sees the
+# tokens' distance.
 
 # %% [markdown]
 # ### Exercise 3-1 · Turn by position
@@ -350,8 +350,8 @@ plotting.plot_memory(
 
 # %% [markdown]
 # The row marked *predicted* was not run: it needs more than the limit. With $N$ tokens, the memory of standard
-# attention grows with $N^2$, that of FlashAttention with $N$. The line does not grow, so it is less than 8 times: 16
-# bytes a weight, 4 for itself, 4 for its gradient, 8 for AdamW's two averages. FlashAttention still computes all
+# attention grows with $N^2$, that of FlashAttention with $N$. It is less than 8 times, as the dotted part stays: 16
+# bytes a weight (4 for itself, 4 for its gradient, 8 for AdamW's averages). FlashAttention still computes all
 # pairs: *its* time grows with $N^2$, that of the other layers with $N$, that of a step in between.
 #
 # ## 3.4 · The largest tensor is not attention's
@@ -373,7 +373,7 @@ plotting.plot_memory(
 # and its gradients are $W^\top d$ for $h$, and $d\,h^\top$ for $W$. The loss of a sequence is the **mean** over the
 # tokens whose label is not -100. (If there is none, the loss and its gradients are 0.)
 #
-# Write it as a `torch.autograd.Function`. `forward(ctx, hidden, weight, labels, chunk)` returns the mean loss, `()`:
+# Write it as a `torch.autograd.Function`. `forward(ctx, hidden, weight, labels, chunk)` returns the mean loss (a scalar):
 #
 # | | shape | |
 # | --- | --- | --- |
@@ -504,8 +504,7 @@ plotting.plot_memory_parts(
 
 # %% [markdown]
 # The gradient of the weight alone takes 25 MiB, which no method can save. (`grad_weight += d.T @ h` makes a second
-# tensor
-# of that size, `grad_weight.addmm_(d.T, h)` none.)
+# tensor of that size, `grad_weight.addmm_(d.T, h)` none; scaling it in `backward` may make one, too.)
 #
 # ## 3.5 · What a layer keeps, and the wall
 #
@@ -516,8 +515,8 @@ plotting.plot_memory_parts(
 #
 # Every block adds what it keeps, the loss adds its logits, and the backward pass frees block by block.
 # *Checkpointing* (nothing to do with files) keeps only the input of each block, and computes the block again in the
-# backward pass. Eight lines count all of it. Read `block` (what a block keeps) and `loss` (three tensors of logits,
-# or one chunk and the gradient of the weight).
+# backward pass. Eight lines count it. Read `block` (kept by a block) and `loss` (three tensors of logits, or a chunk
+# and a gradient); skip the rest.
 
 
 # %%
@@ -579,7 +578,7 @@ plotting.plot_memory_parts(
 # | loss in chunks | logits: $N$ × vocabulary | none, if `forward` makes the gradients |
 # | checkpointing | what blocks keep: from $8w + 2m$ numbers a token to $w$ (width $w$, the MLP's $m$) | each block's forward pass twice |
 # | bfloat16 autocast | most activations, to half | digits; 16-bit copies of all weights |
-# | smaller batch, *accumulated* before an update | activations, down to those of one sequence | does not help one long sequence |
+# | batch in parts, *accumulated* | activations, down to those of one sequence | gradients stay; no help for one long sequence |
 #
 # The last two rows, measured:
 
@@ -613,7 +612,7 @@ plan.assign(peak=(plan.peak_bytes / 2**30).round(1))[["remedy", "peak", "fits"]]
 #
 # ## 3.6 · Many documents, one sequence
 #
-# Padding all documents to the longest wastes most of the work. So they are *packed*, one after the other, into one
+# Padding to the longest wastes most of the work. So documents are *packed*, one after the other, into one
 # sequence, and `cu_seqlens` says where each begins. Here is Python's own help, as bytes, in sequences of 2K, 4K and 8K:
 
 # %%
@@ -648,7 +647,7 @@ for axes in chart.axes:
 chart
 
 # %% [markdown]
-# Dark pairs are visible. Positions begin at 0 in each document. Change the first document, and look at the second:
+# Dark: the query sees the key. Positions begin at 0 in each document. Change the first document, and look at the second:
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(0)
@@ -716,7 +715,7 @@ print(write(model, "18:21", 150))
 # %% [markdown]
 # It has the *form*: times, names, full stops. It has no sense yet, and the times don't rise.
 #
-# Is FlashAttention *right* in training? With it and with the textbook's attention, the same seed gives slightly
+# Is FlashAttention *right* in training? With it and with standard attention, the same seed gives slightly
 # different numbers, because they round differently. So ask: do the first gradients pass the error rule of notebook 1,
 # and do the first 20 losses agree? A recorded run answers:
 
@@ -941,7 +940,8 @@ print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-
 #
 # ## 3.10 · Equal work
 #
-# Cut a causal sequence into eight shards, one after the other. Rank 0's queries see only its own keys, rank 7's all.
+# Cut a causal sequence into eight shards, one after the other. Rank 0's queries see only its own keys, those of rank 7
+# all.
 #
 # **Predict first**: how many times the average work does the busiest of the eight ranks have?
 
@@ -975,7 +975,7 @@ for name, positions in (("zigzag", zigzag), ("contiguous", torch.arange(64).chun
 
 
 # %% [markdown]
-# ## 3.11 · Real processes, and three silent mistakes
+# ## 3.11 · Real processes, and three mistakes
 #
 # `launch` starts two processes, runs your function in each, and returns their results. `send_on` starts to send keys
 # and
@@ -1032,7 +1032,7 @@ by_case.round(3)
 # label, in every step. So compare
 # the loss with that of one device, to the last digits, before you train on several.
 #
-# When did each rank compute, and when did it wait (white)? PyTorch's profiler recorded a forward pass over 4,096
+# When did each rank compute (blue), and when not? PyTorch's profiler recorded a forward pass over 4,096
 # tokens:
 
 # %%
@@ -1051,8 +1051,8 @@ plotting.plot_timeline(
 )
 
 # %% [markdown]
-# Counted in pairs, contiguous shards take 1.5 times as long as zigzag ones. Messages and other programs add to the
-# measured times. A message travels while the rank computes, so long shards hide it.
+# Counted in pairs, contiguous shards take 1.5 times as long as zigzag ones. Messages and other programs can hide that
+# in a measurement. A message travels while the rank computes, so long shards hide it.
 #
 # The purpose of the ring is to save memory. Each rank needs half of the activations (weights are not counted: each
 # rank has all):
@@ -1087,8 +1087,8 @@ table = pd.DataFrame(
 table.astype(object).where(table.notna(), "–")
 
 # %% [markdown]
-# Without `no_sync`, DDP reduces four times as many bytes and gains nothing. FSDP stores half, and pays with traffic: it
-# gathers the parameters twice, then reduces the gradients, 1.5 times DDP's bytes with one micro-batch. Use DDP if 16
+# Without `no_sync`, DDP reduces four times as many bytes and gains nothing. FSDP stores half, and sends 1.5 times DDP's
+# bytes with one micro-batch: two gathers and a reduction, where an all-reduce counts as two. Use DDP if 16
 # bytes per weight fit on one device, FSDP if they don't, and a ring if the *sequence* does not fit. [Chapter 11](../theory/11-several-devices.md) has their speed, measured on H200s.
 #
 # ## 3.13 · A fault to find
@@ -1193,7 +1193,7 @@ checks.check_accumulation(after_repair, seed=81)
 # ## What you measured
 #
 # - A long context helps where something far away is needed again.
-# - A step's memory grows with $N^2$ for the textbook, and with $N$ for FlashAttention. Then the logits are the limit,
+# - A step's memory grows with $N^2$ (standard) or $N$ (FlashAttention). Then the logits are the limit,
 # and
 #   after them what the blocks keep.
 # - Packed documents do not see each other, if `cu_seqlens` is passed on.

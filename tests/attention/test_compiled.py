@@ -17,6 +17,7 @@ from labsupport.attention.kernels.config import RESIDENT
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
+pytestmark = pytest.mark.slow  # 40 seconds of compiling
 DECODE_CASES = [(80, 128, 8), (90, 128, 64)]  # compute capability, head_dim, rows
 
 SCRIPT = """
