@@ -244,7 +244,8 @@ def plot_tile_pass(steps: Sequence[Mapping[str, Any]]) -> Chart:
         _draw_step(axes, step, rows, keys)
     if len(steps) > 1:
         figure.suptitle(
-            "When m rises, the old ℓ and O shrink by the same factor; each tile is used and discarded",
+            "When m rises, the old ℓ and O shrink by the same factor; "
+            "each tile is used and discarded",
             x=0.01, ha="left", fontsize=12, fontweight="bold",
         )  # fmt: skip
     figure.description = " ".join(
