@@ -219,7 +219,7 @@ plotting.plot_kernel_walk(10, block=4)
 # its log-sum-exp in base 2. A row that has seen no key keeps `m` = -inf, `l` = 0 and `acc` = 0.
 #
 # You have `tl.maximum(a, b)`, `tl.max(x, 1)`, `tl.sum(x, 1)`, `tl.exp2(x)`, `tl.where(condition, a, b)`, `tl.dot(a, b)`, `x.to(dtype)`,
-# `x[:, None]`, and arithmetic. Minus infinity is `float("-inf")`. An `if` on a single number (`j`, `stop`) or a `tl.constexpr`
+# `x[:, None]`, and arithmetic. Minus infinity is `float("-inf")`. An `if` on a single number or a `tl.constexpr`
 # is fine, on a tensor not. Without a GPU, `print(x)` inside a kernel works. `tl.dot` wants both factors in one dtype, and adds up in float32: round the
 # weights $P$ to the dtype of `v` for that product, and keep everything else in float32.
 #
@@ -311,7 +311,7 @@ checks.check_update_dtype(update)
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# 1. `rows`, `d` and `c` by `tl.arange`; load `q`; start `m`, `l`, `acc`.
+# 1. `rows` and `d` by `tl.arange`; load `q`; start `m`, `l`, `acc`.
 # 2. `stop = full = n_k`; if `CAUSAL`, `stop` is at most `(tl.program_id(0) + 1) * BLOCK_Q + n_k - n_q`, and `full` at most
 #    `tl.program_id(0) * BLOCK_Q + n_k - n_q + 1`.
 # 3. For `j` in `tl.range(0, stop, BLOCK_K)`: load `k` and `v`; `scores` are `q` times the transposed `k`, scaled; hide if
@@ -578,7 +578,7 @@ checks.check_roof(roof, seed=13)
 
 # %% [markdown]
 # An H200's specification promises 989.5 TFLOP/s and 4,800 GB/s. Divided: 206 FLOPs for each byte. This is its *ridge*. Below it a
-# case is bound by memory. **Predict first**: how many of the next eight cases are?
+# case is bound by memory. **Predict first**: how many of the eight `forms` below are?
 
 # %%
 predicted_memory_bound = None  # your guess, 0 to 8
