@@ -785,8 +785,7 @@ errors_by_dtype(["standard", mine, fused], device=device)
 # %% [markdown]
 # From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. A loop that
 # keeps $m$, $\ell$ and $O$ in the inputs' dtype has a larger error than a kernel, which keeps float32. flash-attn's
-# tests have
-# a rule, the column *allowed*: the *max error* may be at most twice the textbook's *in the same dtype*
+# tests have a rule, the column *allowed*: the *max error* may be at most twice the textbook's *in the same dtype*
 # (three times for gradients), plus $10^{-5}$.
 
 # %% [markdown]

@@ -88,8 +88,8 @@ for name, nats in nll.items():
     print(f"{name}: NLL {nats:.6f} nats a token")
 
 # %% [markdown]
-# `eager` is Transformers' own textbook attention, which stores all scores. **It is the baseline of every measurement of
-# a model in this notebook.**
+# `eager` is Transformers' own textbook attention, which stores all scores. **It is the baseline for a model's time and
+# memory here.**
 #
 # Your loop is exact, and slow: Python starts each small operation separately. A kernel doesn't. To put one into a
 # model, you need two layouts.
@@ -134,7 +134,7 @@ print("token 0, reshaped:  ", x.reshape(1, 3, 2, 2)[0, 0].tolist(), "<- two toke
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `view` and `unflatten` keep the numbers' order in memory; `transpose` swaps two dimensions. Both can give the same
+# `view` and `unflatten` cut or join neighbouring dimensions; `transpose` swaps two. Both ways can give the same
 # shape, so the shape does not tell you which is right. `split` takes a list of widths, which may differ.
 #
 # <details><summary>Hint 3: an outline</summary>
@@ -451,7 +451,7 @@ else:
 #
 # Training must store what the backward pass needs, for all layers. The textbook stores its N × N weights $P$ in each.
 # The next model is a GPT-2 with 4 layers that reads bytes. Its weights are random. That changes neither time nor
-# memory. (Dropout of attention weights is off: the kernels cannot do it, and today's models train without.) First, the
+# memory. (Dropout of attention weights is off: this lab refuses it, and today's models train without.) First, the
 # gradients:
 
 # %%
@@ -618,7 +618,7 @@ print("is that right?", torch.allclose(top_left, right))
 # ```text
 # causal = a matrix of True, its lower triangle from diagonal seqlen_k - seqlen_q on
 # without valid: return it
-# with valid: return causal and valid, with valid's dimensions for heads and queries added
+# with valid: return causal & valid, with valid's dimensions for heads and queries added
 # ```
 # </details></details></details>
 
@@ -728,7 +728,8 @@ serving.round(1)
 
 
 # %% [markdown]
-# At this length, a decode step gains almost nothing from FlashAttention. Its scores are one *row* per head, so there is
+# At this length, a decode step gains nothing from FlashAttention, or loses. Its scores are one *row* per head, so there
+# is
 # no N × N to avoid. With either attention it reads all weights and the whole cache once, and a small model waits even
 # longer for Python, which starts hundreds of small operations.
 #
@@ -1034,8 +1035,8 @@ for rule in RULES:
 
 # %% [markdown]
 # [Chapter 6](../theory/06-precision.md#mixed-precision-training) has the others. A `FlashAttentionConfig` is such a
-# table for one model, and `apply_precision_policy` applies it. The default follows the column *recommended*: on any
-# device, all is bfloat16 but norm statistics, loss and optimizer.
+# table for one model, and `apply_precision_policy` applies it. The default, on a CPU too: all is bfloat16 but norm
+# statistics, loss and optimizer.
 
 # %%
 import copy

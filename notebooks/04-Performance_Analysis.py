@@ -747,7 +747,8 @@ print(labels.join(gigabytes.round(2)).to_string(index=False))
 
 # %% [markdown]
 # (*keys* and *queries* are the backward's two kernels.) At the multiprocessors, our count of the tiles' bytes is exact. HBM
-# delivers each tensor about once (a few percent less, and once 28% more), because K and V of the active heads fit into L2. The
+# delivers each tensor about once (a few percent less, and once 28% more), because what is read again mostly fits into
+# L2. The
 # theorem counts the border in front of it.
 
 # %% [markdown]
@@ -795,8 +796,8 @@ plotting.plot_growth(
 
 # %% [markdown]
 # Version 1 takes nearly the same time for 16 times the work: 15 more multiprocessors join in, and 116 are still idle. *This* is
-# why version 2 splits the queries. It takes 12 times as long for 16 times the work: one head's 128 programs do not fill the
-# device.
+# why version 2 splits the queries. It takes 12 times as long: two programs fit on each multiprocessor, so one head's 128
+# fill half of the device.
 #
 # To a kernel, batch and heads are the same: independent work. Once the device is full, time grows in
 # proportion to the work. It grows in steps. Programs start in *waves* of as many as fit; the last wave costs as much
