@@ -31,7 +31,7 @@
 #
 # **How to work.** Run the cells in order. In exercises 1-1, 1-3, 1-4 and 1-6 you replace `raise NotImplementedError`
 # with your code (other numbers: bonus exercises in `further/`). The cell after yours says what is wrong; hints unfold in
-# stages. *Run All* stops at an unsolved exercise: go on below it, or solve it.
+# stages. *Run All* stops at an unsolved exercise: scroll up to the red message.
 
 # %%
 import math
