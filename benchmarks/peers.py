@@ -2,6 +2,7 @@
 
     python -m benchmarks peers                              flash_gluon on this GPU
     python -m benchmarks peers --head-dim 64 --save NAME    a part of the grid, saved
+    python -m benchmarks peers --ours exercise_4_3 --direction forward      notebook 4's solution
 
 Each call works on the same number of tokens and the same hidden size. All implementations of a
 shape are measured in turns. `median_ms` is what the kernels take: the call is replayed as a CUDA
@@ -10,13 +11,18 @@ graph. `call_ms` is the same call from Python, where a GPU may have to wait for 
 
 import argparse
 import itertools
-from collections.abc import Sequence
+import json
+import runpy
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from benchmarks.runner import (
     Call,
@@ -29,13 +35,22 @@ from benchmarks.runner import (
     run,
     some_of,
 )
-from labsupport.attention.backends import attention, available_backends
+from labsupport import paths
+from labsupport.attention.backends import attention, available_backends, register_backend
 from labsupport.profiling import grids
 from labsupport.profiling.grids import make_inputs
 from labsupport.profiling.tables import PEER_SHAPE, compare_with_peers, geometric_means
 from labsupport.profiling.timing import resolve_device
 
 PEERS = ["flash_triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "fa2", "fa4"]
+
+EXERCISE = "exercise_4_3"
+IMPORTS = """\
+import math
+import triton
+import triton.language as tl
+from labsupport.checks.guard import check_guard, guarded_zeros
+"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +76,8 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         same).
     """
     device = resolve_device(options.device)
+    if options.ours == EXERCISE:
+        register_backend(EXERCISE, committed_solution())
     here = [n for n in options.peers if available_backends(device=device)[n].runs]
     backends = list(dict.fromkeys([options.ours, *here]))
     cases = []
@@ -90,6 +107,26 @@ def _measure_shape(
         rows[case]["call_ms"] = called[case]["median_ms"]
         rows[case]["tflops"] = case.flops() / rows[case]["median_ms"] / 1e9
     return [asdict(case) | row for case, row in rows.items()]
+
+
+def committed_solution() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+    """Return the function of exercise 4-3, which launches the kernel for each batch entry.
+
+    Its cells become a file, because Triton reads a kernel's source from one.
+    """
+    notebook = paths.notebooks_dir() / "04-Performance_Analysis.ipynb"
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    mine = [c for c in cells if c["metadata"].get("nbgrader", {}).get("solution")]
+    mine = [c for c in mine if c["metadata"]["nbgrader"]["grade_id"].startswith("ex-4-3-")]
+    file = Path(tempfile.mkdtemp()) / f"{EXERCISE}.py"
+    file.write_text("\n\n".join([IMPORTS, *("".join(c["source"]) for c in mine)]), "utf-8")
+    own = runpy.run_path(str(file))["my_triton_flash"]
+
+    def exercise_4_3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        each = [own(*entry, causal)[0] for entry in zip(q, k, v, strict=True)]
+        return each[0][None] if len(each) == 1 else torch.stack(each)
+
+    return exercise_4_3
 
 
 def call_of(

@@ -5,8 +5,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from benchmarks import decode, fp8, loop_orders, resources
+from benchmarks import decode, fp8, loop_orders, peers, resources
 from benchmarks.__main__ import main, parser_of
 from benchmarks.traffic import kernel_bytes
 from labsupport.attention.kernels import mode, version1
@@ -36,6 +37,17 @@ def test_errors_of_textbook_attention_grow_from_float16_to_fp8_and_refusals_are_
         assert 4 * errors["textbook float16"] < half < quarter / 4
         assert errors[["fp8", "fp8 rotated"]].isna().all()
     assert "fp8 rotated: unsupported: attention in FP8 needs a GPU" in printed
+
+
+# --- exercise 4-3 ---------------------------------------------------------------------------------
+
+
+@runs_kernels
+def test_the_committed_solution_of_exercise_4_3_computes_attention():
+    q, k, v = torch.randn(3, 2, 2, 40, 16, device="cpu" if mode.interpreted() else "cuda")
+    out = peers.committed_solution()(q, k, v, True)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
 
 
 # --- decode and loop_orders ----------------------------------------------------------------------
