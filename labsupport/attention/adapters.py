@@ -27,7 +27,7 @@ from torch.backends.cuda import SDPAParams
 from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from labsupport.attention.call import AttentionCall
+from labsupport.attention.call import AttentionCall, BackendUnavailableError
 from labsupport.attention.flash_torch import FlashAttentionFunction, flash_attention_forward
 from labsupport.attention.inputs import check_kernel_inputs
 from labsupport.attention.kernels import autograd, mode
@@ -331,6 +331,7 @@ def flex_reasons(call: AttentionCall) -> list[str]:
 
 def run_flex(call: AttentionCall) -> Result:
     """Run compiled FlexAttention: the band as a block mask, ALiBi and softcap as a score_mod."""
+    from torch._inductor.exc import InductorError
     from torch.nn.attention.flex_attention import AuxRequest
 
     q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
@@ -340,12 +341,18 @@ def run_flex(call: AttentionCall) -> Result:
     with torch._dynamo.config.patch(recompile_limit=512, fail_on_recompile_limit_hit=True):
         # Without a block mask the CPU's kernel keeps scratch of seqlen_q x seqlen_k.
         masked = not band.unlimited or q.device.type == "cpu"
-        result = _compiled_flex()(
-            q, k, v, scale=call.scale, enable_gqa=call.heads != call.kv_heads,
-            score_mod=_score_mod(call),
-            block_mask=_block_mask(band, q.device) if masked else None,
-            return_aux=AuxRequest(lse=True) if call.return_lse else None,
-        )  # fmt: skip
+        try:
+            result = _compiled_flex()(
+                q, k, v, scale=call.scale, enable_gqa=call.heads != call.kv_heads,
+                score_mod=_score_mod(call),
+                block_mask=_block_mask(band, q.device) if masked else None,
+                return_aux=AuxRequest(lse=True) if call.return_lse else None,
+            )  # fmt: skip
+        except InductorError as error:
+            # PyTorch 2.11 on a GPU: few float32 queries of grouped heads with ALiBi, for one.
+            why = f"PyTorch {torch.__version__} cannot compile this call"
+            message = f"backend 'flex' cannot run this call:\n  flex: {why}: {error}"
+            raise BackendUnavailableError(message, {"flex": (why,)}) from error
     out, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
     return out.transpose(1, 2), lse
 
