@@ -13,15 +13,14 @@ from labsupport.course.editions import ReleaseError, make_edition, solved_notebo
 
 _PACKAGE = ("labsupport", "scripts/jupyterlab", "binder", ".devcontainer")
 _FOLDERS = (*_PACKAGE, "data", "theory", "capstone")
-_FILES = ("LICENSE", "constraints.txt", "environment.yml", "scripts/setup.sh", "scripts/lock.sh")
+_FILES = (
+    *("LICENSE", "constraints.txt", "environment.yml", "scripts/setup.sh", "scripts/lock.sh"),
+    "docs/install.md",
+)
 # What students need of the Makefile; the other commands test or change the lab.
 _TARGETS = ("help", "setup", "lab", "fetch", "clean")
 _LINES = re.MULTILINE | re.DOTALL
 _VARIABLES = re.compile(r"(WORKERS|PYTEST|TYPOS) = ")
-# A part of the installation guide that does not hold here.
-_ELSEWHERE = re.compile(r"benchmarks|git clone")
-_OTHER = rf"`make (?!{'|'.join(_TARGETS)})[^`]*`"  # a command that students do not get
-_ASIDE = re.compile(rf"; {_OTHER}|\s\({_OTHER}\)")
 
 
 def release_command(
@@ -56,17 +55,18 @@ def write_project(target: Path, notebooks: Path | None = None) -> Path:
         ignored = shutil.ignore_patterns(".*", "__pycache__")
         shutil.copytree(root / folder, target / folder, ignore=ignored)
     for name in _FILES:
+        (target / name).parent.mkdir(exist_ok=True)
         shutil.copy(root / name, target / name)
     texts = {f"notebooks/{edition.name}": edition.text for edition in editions}
     for name, cut in (("Makefile", makefile), ("pyproject.toml", pyproject)):
         texts[name] = cut((root / name).read_text(encoding="utf-8"))
-    texts["README.md"] = _readme((root / "docs/install.md").read_text(encoding="utf-8"))
+    texts["README.md"] = Path(__file__).with_name("edition.md").read_text(encoding="utf-8")
     for path, text in texts.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_text(text, encoding="utf-8")
     for page in sorted(target.rglob("*.md")):
-        text = _without_other_commands(_ASIDE.sub("", page.read_text(encoding="utf-8")))
-        page.write_text(_without_dead_links(text, page.parent), encoding="utf-8")
+        text = _without_dead_links(page.read_text(encoding="utf-8"), page.parent)
+        page.write_text(text, encoding="utf-8")
     return target
 
 
@@ -93,33 +93,6 @@ def pyproject(text: str) -> str:
     needed = [line for line in extras["notebook"] if "[triton]" not in line] + extras["triton"]
     lines = "".join(f'    "{requirement}",\n' for requirement in needed)
     return text.replace("dependencies = [\n", f"dependencies = [\n{lines}", 1)
-
-
-def _readme(text: str) -> str:
-    """Return the edition's README: an introduction, and the installation guide."""
-    readme = Path(__file__).with_name("edition.md").read_text(encoding="utf-8")
-    for section in text.replace("](../", "](").split("\n## ")[1:]:
-        kept = [part for part in section.split("\n\n") if not _ELSEWHERE.search(part)]
-        readme += "\n## " + "\n\n".join(kept).rstrip("\n") + "\n"
-    return readme
-
-
-def _without_other_commands(text: str) -> str:
-    """Return a Markdown text without the sentences and rows that name what students do not get."""
-    paragraphs, in_block = [], False
-    for paragraph in text.split("\n\n"):
-        fences = paragraph.count("```")
-        if re.search(_OTHER, paragraph):
-            if in_block or fences or paragraph.lstrip().startswith("|"):
-                between, parts = "\n", paragraph.split("\n")
-            elif paragraph.lstrip().startswith("- "):
-                between, parts = "\n", re.split(r"\n(?=- )", paragraph)
-            else:
-                between, parts = " ", re.split(r"(?<=[.!?])\s+|(?<=[.!?]\))\s+", paragraph)
-            paragraph = between.join(part for part in parts if not re.search(_OTHER, part))
-        paragraphs.append(paragraph)
-        in_block ^= fences % 2 == 1
-    return "\n\n".join(paragraphs)
 
 
 def _without_dead_links(text: str, folder: Path) -> str:

@@ -14,7 +14,7 @@ import re
 import stat
 import unicodedata
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -135,8 +135,6 @@ def printable(text: str, also: str = "") -> str:
 
 
 MAX_ZIP_BYTES, MAX_MEMBERS = 100 * 2**20, 10_000
-# A zip is opened for each file, so that none stays in memory.
-_Opened = Callable[[], zipfile.ZipFile]
 # "Ada Lovelace_4711_assignsubmission_file/01.ipynb", or one file "…_file_01.ipynb".
 _MOODLE = re.compile(r"(?P<student>.+?_\d+)_assignsubmission_[a-z]+(?:_|$)")
 # "lovelaceada_LATE_123_9001_01.ipynb": the name without signs, Canvas's numbers of the student and
@@ -188,7 +186,7 @@ def _is_zip(path: str) -> bool:
 
 @dataclass(frozen=True)
 class File:
-    """Something handed in; in its path, a zip counts as a folder."""
+    """Something handed in, to be read before the next; in its path, a zip counts as a folder."""
 
     path: str
     read: Callable[[], bytes]
@@ -200,7 +198,7 @@ def files_in(given: Path) -> Iterator[File]:
     if not given.is_dir():
         if not given.is_file() or not _may_be_one(given.name):
             raise ValueError(f"{given} is no folder of submissions, no zip and no notebook")
-        for file in _opened_if_zip(given, given.name, inner_zips=1):
+        for file in _of_disk(given, given.name, inner_zips=1):
             # In the download of a course, the names in it say whose the files are.
             yield replace(file, path=file.path.removeprefix(f"{given.name}/"))
         return
@@ -212,53 +210,49 @@ def files_in(given: Path) -> Iterator[File]:
         for name in sorted(names):
             path = Path(here, name)
             if not _hidden(name):
-                yield from _opened_if_zip(path, path.relative_to(given).as_posix())
+                yield from _of_disk(path, path.relative_to(given).as_posix())
 
 
-def _opened_if_zip(path: Path, name: str, inner_zips: int = 0) -> Iterator[File]:
+def _of_disk(path: Path, name: str, inner_zips: int = 0) -> Iterator[File]:
     modified = datetime.fromtimestamp(path.lstat().st_mtime).astimezone()
     file = File(name, partial(_bytes_of, path), modified)
-    if _is_zip(name) and path.is_file() and not path.is_symlink():
-        yield from _unzipped(file, partial(zipfile.ZipFile, path), inner_zips)
-    else:
+    plain = path.is_file() and not path.is_symlink()
+    yield from _opened(file, inner_zips, path if plain else None)
+
+
+def _opened(file: File, inner_zips: int, path: Path | None = None) -> Iterator[File]:
+    """Yield the files in a zip, others themselves; where that fails, reading says why."""
+    if not _is_zip(file.path):
         yield file
-
-
-def _unzipped(file: File, opened: _Opened, inner_zips: int) -> Iterator[File]:
-    """Find the files in a zip; where that fails, reading the zip says why."""
+        return
     try:
-        members = opened().infolist()
-        if len(members) > MAX_MEMBERS:
-            raise ValueError(f"it holds more than {MAX_MEMBERS:,} files")
-        for member in members:
-            # Some programs on Windows write their own separators.
-            path = member.filename.replace("\\", "/")
-            if member.is_dir() or any(map(_hidden, path.split("/"))):
-                continue
-            modified = None
-            with contextlib.suppress(ValueError):  # some zips hold no time
-                modified = datetime(*member.date_time).astimezone()
-            inner = File(f"{file.path}/{path}", partial(_member, opened, member), modified)
-            if _is_zip(path) and inner_zips:
-                yield from _unzipped(inner, partial(_inner_zip, opened, member), inner_zips - 1)
-            elif _is_zip(path):
-                yield replace(
-                    inner, read=partial(_fail, "it is a zip in a zip. Hand in the notebook")
-                )
-            else:
-                yield inner
+        with zipfile.ZipFile(path or io.BytesIO(file.read())) as archive:
+            members = archive.infolist()
+            if len(members) > MAX_MEMBERS:
+                raise ValueError(f"it holds more than {MAX_MEMBERS:,} files")
+            for member in members:
+                # Some programs on Windows write their own separators.
+                name = member.filename.replace("\\", "/")
+                if member.is_dir() or any(map(_hidden, name.split("/"))):
+                    continue
+                modified = None
+                with contextlib.suppress(ValueError):  # some zips hold no time
+                    modified = datetime(*member.date_time).astimezone()
+                most = MAX_ZIP_BYTES if _is_zip(name) else MAX_BYTES
+                read = partial(_member, archive, member, most)
+                if _is_zip(name) and not inner_zips:
+                    read = partial(_fail, "it is a zip in a zip. Hand in the notebook")
+                    yield File(f"{file.path}/{name}", read, modified)
+                else:
+                    yield from _opened(File(f"{file.path}/{name}", read, modified), inner_zips - 1)
     except Exception as error:  # damaged zips raise many kinds
         yield replace(file, read=partial(_fail, f"the zip cannot be read: {error}"))
 
 
-def _inner_zip(opened: _Opened, member: zipfile.ZipInfo) -> zipfile.ZipFile:
-    return zipfile.ZipFile(io.BytesIO(_member(opened, member, MAX_ZIP_BYTES)))
-
-
-def _member(opened: _Opened, member: zipfile.ZipInfo, most: int = MAX_BYTES) -> bytes:
+def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, most: int) -> bytes:
     _check_size(member.file_size, most)
     try:
-        return opened().read(member)
+        return archive.read(member)
     except Exception as error:  # zlib.error, lzma.LZMAError, ...
         raise UnreadableError(f"the zip cannot be read: {error}") from error
 
@@ -345,16 +339,20 @@ def find_submissions(
     """
     pristine = pristine_notebooks(notebooks)
     home = folder.resolve().name if folder.is_dir() else folder.resolve().parent.name
-    students: dict[str, list[File]] = defaultdict(list)
+    others: dict[str, File] = {}  # of students without a notebook
+    read: Counter[str] = Counter()
+    found: list[Submission] = []
     for file in files_in(folder):
         owner = composed(file.path.split("/")[0])
-        if "/" in file.path or _may_be_one(file.path) or origin_of(owner):
-            students[_student(owner, pristine, home)].append(file)
-    found: list[Submission] = []
-    for student, files in students.items():
-        theirs = [one for one in files if _may_be_one(one.path)][:MAX_FILES]
-        theirs = theirs or [replace(files[0], read=nothing)]
-        found += [_read(file, student, pristine, due, late) for file in theirs]
+        student = _student(owner, pristine, home)
+        if _may_be_one(file.path):
+            read[student] += 1
+            if read[student] <= MAX_FILES:
+                found.append(_read(file, student, pristine, due, late))
+        elif "/" in file.path or origin_of(owner):
+            others.setdefault(student, replace(file, read=nothing))
+    for student in others.keys() - read.keys():
+        found.append(_read(others[student], student, pristine, due, late))
     if not found:
         raise ValueError(f"there is no notebook (*.ipynb) in {folder}")
     return sorted(_newest(found), key=lambda one: (one.student, one.notebook, one.path))

@@ -45,6 +45,11 @@ LEAVES = {
     *("data_ptr", "storage", "untyped_storage"),
 }
 MOST_NUMBERS = 32  # that may leave in one call: sizes, places, a maximum now and then
+# By these (audit events, an attribute) a function finds what only a harness has, such as its log.
+FINDS = {
+    *("gc.get_objects", "gc.get_referrers", "gc.get_referents"),
+    *("sys._getframe", "sys._current_frames", "tb_frame"),
+}
 
 _LAB = str(Path(labsupport.__file__).parent)
 _CALLED = "_called_by_a_student"
@@ -144,6 +149,16 @@ class Watch:
                     function.__code__ = eval(source).__code__
 
     def _audit(self, event: str, given: tuple[Any, ...]) -> None:
+        if (way := given[1] if event == "object.__getattr__" else event) in FINDS:
+            if self.on:
+                self.on = False  # or to ask for a frame would lead here again
+                frame = sys._getframe(1)
+                while frame.f_back and frame.f_code.co_filename == inspect.__file__:
+                    frame = frame.f_back
+                if not frame.f_code.co_filename.startswith(_TRUSTED):
+                    self.notes.add(f"looks for other code's objects by {way}")
+                self.on = True
+            return
         if event == "open" and isinstance(given[0], str):
             name = answer_in(given[0])
         elif event == "object.__getattr__" and given[1] == "__code__":

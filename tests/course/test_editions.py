@@ -12,7 +12,7 @@ from labsupport.course.editions import (
     student_edition,
 )
 from labsupport.paths import notebooks_dir, notebooks_in
-from tests.grader.leaks import leaks, secret_lines
+from tests.course.leaks import leaks, secret_lines
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from grader.release import write_project
 from labsupport import __version__
 from labsupport.paths import notebooks_dir, notebooks_in
-from tests.grader.leaks import leaks, secret_lines
+from tests.course.leaks import leaks, secret_lines
 
 
 def place(name):

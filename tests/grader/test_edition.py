@@ -19,7 +19,7 @@ NOTEBOOKS = notebooks_in(notebooks_dir())
 GIVEN_OUT = {
     *("LICENSE", "Makefile", "README.md", "constraints.txt", "environment.yml", "pyproject.toml"),
     *("data", "labsupport", "notebooks", "scripts", "theory", "binder", ".devcontainer"),
-    "capstone",
+    *("capstone", "docs"),
 }
 
 

@@ -66,6 +66,16 @@ READS = {
     "dis": "return dis.code_info(standard_attention)",
     "a loader": "return reference.__loader__.get_source(reference.__name__)",
 }
+# How it may come to its caller's objects: a rehearsal's log, a meeting of ranks.
+FINDS = {
+    "referrers": "gc.get_referrers(q)",
+    "objects": "gc.get_objects()",
+    "a frame": "sys._getframe(1).f_locals",
+    "inspect's frame": "inspect.currentframe().f_back.f_locals",
+    "inspect's stack": "inspect.stack()",
+    "frames of threads": "sys._current_frames()",
+    "a traceback": "try: 1 / 0\n    except ZeroDivisionError as e: e.__traceback__.tb_frame.f_back",
+}
 # Where solutions stand that are not in the sandbox at all.
 ABSENT = {
     "a check's solution": "from labsupport.checks import ex_1_1_textbook_attention as t; "
@@ -82,13 +92,17 @@ HONEST = {
     "their own": "return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v",
     "a docstring": "'A library call of standard_attention.'; torch = __import__('torch'); "
     "return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v",
+    "libraries that ask for frames": "import collections, logging, traceback, warnings\n"
+    "    collections.namedtuple('A', 'a'); logging.info('x'); warnings.warn('y')\n"
+    "    try: 1 / 0\n    except ZeroDivisionError: traceback.format_exc()\n"
+    "    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v",
 }
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """By function: its result, None if it raised, and the notes of it; and the right answer."""
-    functions = list({**CALLS, **READS, **ABSENT, **HONEST}.values())
+    functions = list({**CALLS, **READS, **FINDS, **ABSENT, **HONEST}.values())
     cells = [BEFORE, "x = __import__('torch').ones(1, 2, 4)\nkept(x, x, x)"]  # to compare with
     cells += [f"def f{n}(q, k, v):\n    {body}" for n, body in enumerate(functions)]
     q, k, v = torch.randn(3, 1, 6, 4, generator=torch.Generator().manual_seed(0))
@@ -116,6 +130,11 @@ def test_no_call_of_an_answer_is_unseen(way, answers):
 def test_no_answer_is_read_unseen(way, answers):
     given, notes = answers[0][READS[way]]
     assert given is None or any(note.startswith("reads") for note in notes), notes
+
+
+@pytest.mark.parametrize("way", FINDS)
+def test_nobody_looks_for_a_harness_and_its_objects_unseen(way, answers):
+    assert any(note.startswith("looks for") for note in answers[0][FINDS[way]][1])
 
 
 @pytest.mark.parametrize("way", ABSENT)
