@@ -22,7 +22,7 @@ def grade_command(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an earlier run.")] = False,
     due: Annotated[datetime | None, typer.Option(help="Later files are marked.")] = None,
-    late: Annotated[Late, typer.Option(help="Late files count, or are ignored.")] = Late.count,
+    late: Annotated[Late, typer.Option(help="Late files count, or are ignored.")] = "count",
     notebooks: Annotated[Path | None, typer.Option(help="The folder of solved ones.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Submissions at a time.")] = Settings.jobs,
     timeout: Annotated[

@@ -18,10 +18,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grader.grade.results import Flag
 from labsupport.course.editions import solved_notebooks
@@ -288,13 +287,7 @@ def _hidden(name: str) -> bool:
 
 
 MAX_FILES, MAX_NAME = 40, 200
-
-
-class Late(StrEnum):
-    """The ways to treat late files."""
-
-    count = "count"
-    ignore = "ignore"
+Late = Literal["count", "ignore"]
 
 
 @dataclass(frozen=True)
@@ -320,7 +313,7 @@ def find_submissions(
     *,
     notebooks: Path | None = None,
     due: datetime | None = None,
-    late: Late = Late.count,
+    late: Late = "count",
 ) -> list[Submission]:
     """Find all that was handed in, by student and notebook.
 
@@ -410,7 +403,7 @@ def _read(
         flags.append(Flag("", "late", "Canvas marked it as late."))
     elif due and file.modified and not origin and file.modified > due.astimezone():
         flags.append(Flag("", "late", f"The file is of {file.modified:%Y-%m-%d %H:%M}."))
-    if flags and late == Late.ignore:
+    if flags and late == "ignore":
         refused = refused or "it came late"
     student, refused = printable(student), printable(refused)
     return Submission(student, notebook, path, digest, refused, cells, file.modified, tuple(flags))

@@ -17,9 +17,6 @@ from grader.remote.values import (
     pack,
     receive,
     send,
-    sent,
-    span,
-    strided,
     tensors_in,
     unpack,
 )
@@ -49,7 +46,6 @@ class Session:
         self.fused = False
         self.notes: list[str] = []  # what the student's code called of the lab's answers
         self._asked = 0
-        self.drop: list[int] = []  # calls whose backward pass is not wanted any more
         self._streams: list[Iterator[Any]] = []
 
     def close(self) -> None:
@@ -81,6 +77,8 @@ class Session:
         reply = self._ask(do, target, args, kwargs)
         match reply.get("changed"):
             case [int(position), *_]:
+                if do == "library":  # a harness, whose first argument is the function
+                    target, position = args[0].remote_target, position - 1
                 raise CheckFailed(
                     f"{target} changed its argument number {position} in place, but its caller "
                     "still needs it. Compute new values, or work on a copy."
@@ -90,7 +88,7 @@ class Session:
         outputs = [one for one in tensors_in(value) if one.requires_grad]
         if reply.get("graph") is True and leaves and outputs:
             with torch.enable_grad():
-                tied = iter(_Backward.apply(_Graph(self, reply["id"]), outputs, *leaves))
+                tied = iter(_Backward.apply(self, reply["id"], outputs, *leaves))
             return _replaced(value, tied)
         return value
 
@@ -109,16 +107,15 @@ class Session:
         end = time.monotonic() + self.timeout_s
         end = end if self.deadline is None else min(end, self.deadline)
         self._asked, self._streams = self._asked + 1, []
-        drop, self.drop = self.drop, []
         modes = _get_current_dispatch_mode_stack()
         request = {
             "id": self._asked, "do": do, "target": target, "args": args, "kwargs": kwargs,
-            "grad": torch.is_grad_enabled(), "drop": drop, "fused": self.fused,
+            "grad": torch.is_grad_enabled(), "fused": self.fused,
             "modes": [[type(m).__module__, type(m).__qualname__] for m in modes],
         }  # fmt: skip
         try:
             with torch.utils._python_dispatch._disable_current_modes():
-                reply = self._exchange(request, end, list(tensors_in((args, kwargs))))
+                reply = self._exchange(request, end)
                 raised = _exception_of(reply["error"]) if "error" in reply else None
         except TimeoutError:
             self._fail(SessionTimeout("the call took too long"))
@@ -138,21 +135,14 @@ class Session:
             vars(mode).update({name: known[name] for name in vars(mode) if name in known})
         return reply
 
-    def _exchange(self, request: Any, end: float, arguments: list[Tensor]) -> dict[str, Any]:
-        def resolve(kind: str, content: Any) -> Any:
-            if kind != "view":
-                raise FrameError("a value of no known kind")
-            index, shape, stride, offset = content
-            x = sent(arguments[index].detach())
-            return strided(x, shape, stride, offset, span_limit=span(x))
-
+    def _exchange(self, request: Any, end: float) -> dict[str, Any]:
         frame = pack(request, self._refer)
         while True:
             if (left := end - time.monotonic()) <= 0:
                 raise TimeoutError
             self.connection.settimeout(left)
             send(self.connection, frame)
-            reply = unpack(receive(self.connection, limit=MAX_REPLY, deadline=end), resolve)
+            reply = unpack(receive(self.connection, limit=MAX_REPLY, deadline=end))
             if not isinstance(reply, dict):
                 raise FrameError("an answer that is no dict")
             if "next" not in reply:
@@ -189,30 +179,21 @@ class RemoteFunction:
         return f"<function {self.__name__}>"
 
 
-class _Graph:
-    """A call's results over there, dropped when nobody can ask for their gradients any more."""
-
-    def __init__(self, session: Session, number: int) -> None:
-        self.session, self.number = session, number
-
-    def __del__(self) -> None:
-        self.session.drop.append(self.number)
-
-
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph: _Graph, outputs: list[Tensor], *leaves: Tensor) -> Any:
-        ctx.graph, ctx.wanted = graph, len(leaves)
+    def forward(
+        ctx: Any, session: Session, call: int, outputs: list[Tensor], *leaves: Tensor
+    ) -> Any:
+        ctx.session, ctx.call, ctx.wanted = session, call, len(leaves)
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        session, number = ctx.graph.session, ctx.graph.number
-        given = session._ask("backward", "", (number, *gradients), {})["value"]
+        given = ctx.session._ask("backward", "", (ctx.call, *gradients), {})["value"]
         if not isinstance(given, tuple) or len(given) != ctx.wanted:
-            session._fail(SessionDied(_NO_ANSWER))
-        return None, None, *(one if isinstance(one, Tensor) else None for one in given)
+            ctx.session._fail(SessionDied(_NO_ANSWER))
+        return None, None, None, *(one if isinstance(one, Tensor) else None for one in given)
 
 
 def _replaced(value: Any, tied: Iterator[Tensor]) -> Any:

@@ -82,11 +82,6 @@ def span(x: Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
-def sent(x: Tensor) -> Tensor:
-    """Return a tensor with the strides that it has in a frame: its own, or few for a sparse one."""
-    return x.contiguous() if span(x) > 4 * x.numel() else x
-
-
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in tuples, lists and dicts, in the order of a frame."""
     if isinstance(value, Tensor):
@@ -153,7 +148,8 @@ class _Packer:
     def tensor(self, x: Tensor) -> Any:
         if x.numel() * x.element_size() > self.limit:  # though it may take four bytes
             raise FrameError("a value that is too large")
-        data = sent(x.detach().cpu().as_subclass(Tensor))
+        data = x.detach().cpu().as_subclass(Tensor)
+        data = data.contiguous() if span(data) > 4 * data.numel() else data  # a sparse one
         # The memory between the first element and the last: strides arrive as they are.
         flat = data.as_strided((span(data),), (1,))
         return ["tensor", [self.store(flat), list(x.shape), list(data.stride()), x.requires_grad]]
@@ -195,8 +191,7 @@ class _Unpacker:
                 return self.flats[name].numpy().reshape(shape)[()]
             case "tensor":
                 name, shape, stride, requires_grad = content
-                flat = self.flats[name]
-                made = strided(flat, shape, stride, 0, span_limit=flat.numel())
+                made = _strided(self.flats[name], shape, stride)
                 return made.requires_grad_(requires_grad is True and made.is_floating_point())
             case "module" | "policy" | "table" | "foreign":
                 return _made(kind, *(self.build(one, depth + 1) for one in content))
@@ -226,16 +221,16 @@ def _made(kind: str, name: Any, content: Any) -> Any:
     return made
 
 
-def strided(flat: Tensor, shape: Any, stride: Any, offset: Any, *, span_limit: int) -> Tensor:
-    """Return a view of `flat`; raise FrameError beyond `span_limit` elements, or many repeats."""
-    sizes = [offset, *shape, *stride]
+def _strided(flat: Tensor, shape: Any, stride: Any) -> Tensor:
+    """Return a view of `flat`; raise FrameError beyond its elements, or for many repeats."""
+    sizes = [*shape, *stride]
     if not all(type(n) is int and 0 <= n < 2**40 for n in sizes) or len(shape) != len(stride):
         raise FrameError("a tensor of no shape")
     count = math.prod(shape)
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    if count and (offset + reach > span_limit or count > max(4 * span_limit, 2**22)):
+    if count and (reach > flat.numel() or count > max(4 * flat.numel(), 2**22)):
         raise FrameError("a tensor of another size than it says")
-    return flat.as_strided(shape, stride, flat.storage_offset() + offset)
+    return flat.as_strided(shape, stride)
 
 
 def _text(value: Any) -> str:

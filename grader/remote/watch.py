@@ -54,7 +54,10 @@ FINDS = {
 _LAB = str(Path(labsupport.__file__).parent)
 _CALLED = "_called_by_a_student"
 # "<string>" are the methods that dataclasses write.
-_TRUSTED = (_LAB, str(Path(__file__).parent), sys.prefix, sys.base_prefix, "<frozen ", "<string>")
+_TRUSTED = (
+    *(_LAB, str(Path(__file__).parent), sys.prefix, sys.base_prefix, "<frozen ", "<string>"),
+    str(Path(torch.__file__).parents[1]),  # where packages are that lie outside of sys.prefix
+)
 
 
 @cache

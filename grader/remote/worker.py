@@ -128,13 +128,10 @@ class _Worker:
     def __init__(self, names: dict[str, Any], connection: socket.socket, watch: Watch) -> None:
         self.names, self.connection, self.watch = names, connection, watch
         self.graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        self.leaves: list[Tensor] = []  # the arguments of the call that is answered
         self.allow = refuse()
 
     def answer(self) -> None:
         request = self.read()
-        for graph in request["drop"]:
-            self.graphs.pop(graph, None)
         if request["fused"]:
             self.allow()
         number = request["id"]
@@ -143,7 +140,7 @@ class _Worker:
             with out, err, torch.set_grad_enabled(request["grad"]):
                 reply = getattr(self, f"do_{request['do']}")(request)
             reply |= {"id": number, "notes": self.watch.taken()}
-            frame = pack(reply, self.refer, MAX_REPLY - 2**20)
+            frame = pack(reply, limit=MAX_REPLY - 2**20)
         except BaseException as error:  # any error of the student's: sys.exit() too
             notes = self.watch.taken()
             frame = pack({"id": number, "notes": notes, "error": _chain(error)})
@@ -177,6 +174,7 @@ class _Worker:
             yield answer.pop("item")
 
     def do_describe(self, request: Any) -> dict[str, Any]:
+        self.graphs.clear()  # a new check
         with contextlib.suppress(Exception):  # an object may raise anything at any attribute
             found = self.find(request["target"])
             is_class = isinstance(found, type) and issubclass(found, torch.autograd.Function)
@@ -194,7 +192,7 @@ class _Worker:
     def run(self, request: Any, function: Any, *modules: str, student: bool) -> dict[str, Any]:
         """Call a function; note calls of the lab's answers, and which argument it changed."""
         args, kwargs = request["args"], request["kwargs"]
-        self.leaves, given = list(tensors_in((args, kwargs))), [*args, *kwargs.values()]
+        given = [*args, *kwargs.values()]
         before = [_digest(one) for one in given]
         with _watched(request, self.watch.notes) as modes, self.watch.calls(student=student):
             result = function(*args, **kwargs)
@@ -202,17 +200,12 @@ class _Worker:
             if module.startswith("labsupport."):
                 self.watch.notes |= {f"has changed {one}" for one in changed(module)}
         spoilt = [i for i, one in enumerate(given, 1) if _digest(one) != before[i - 1]]
-        wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
+        wanted = [leaf for leaf in tensors_in((args, kwargs)) if leaf.requires_grad]
         outputs = [one for one in tensors_in(result) if one.requires_grad]
         if outputs and wanted:
             self.graphs[request["id"]] = outputs, wanted
         reply = {"value": result, "changed": spoilt[:1], "modes": _seen(modes)}
         return reply | {"graph": bool(wanted)}
-
-    def refer(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and not value.requires_grad:
-            return _as_view(value, self.leaves)
-        return None
 
     def do_backward(self, request: Any) -> dict[str, Any]:
         number, *incoming = request["args"]
@@ -265,21 +258,6 @@ def _digest(value: Any) -> bytes:
         flat = x.as_strided((span(x),), (1,)).view(torch.uint8).numpy().data
         return hashlib.blake2b(flat, person=str(tuple(x.shape)).encode()[:16]).digest()
     return hashlib.blake2b(b"".join(pack(value))).digest()
-
-
-def _as_view(x: Tensor, arguments: list[Tensor]) -> Any:
-    """The node that says which part of an argument's memory a result is; None if it is none."""
-    if x.layout != torch.strided or not x.numel():
-        return None
-    for index, argument in enumerate(arguments):
-        if x.dtype != argument.dtype or not argument.numel():
-            continue
-        if x.untyped_storage().data_ptr() != argument.untyped_storage().data_ptr():
-            continue
-        offset = (x.data_ptr() - argument.data_ptr()) // x.element_size()
-        if 0 <= offset <= span(argument) - span(x):
-            return ["view", [index, list(x.shape), list(x.stride()), offset]]
-    return None
 
 
 def _chain(error: BaseException) -> list[Any]:

@@ -19,6 +19,7 @@ from labsupport.checks.verdict import (
     results,
     tensor,
     unpack,
+    within,
 )
 
 QKV = ("q", "k", "v")
@@ -88,13 +89,31 @@ K and V were repeated to q's heads, which copies them; flash-attn takes kv_heads
 ### END SOLUTION
 
 
+def in_memory(function: Callable[..., Any], x: Tensor, *sizes: int) -> Any:
+    """Return what a function gives, and of each part whether it lies in the memory of x."""
+    result = function(x, *sizes)
+    if result is None:
+        return None
+    place = x.untyped_storage().data_ptr()
+    parts = [result] if isinstance(result, Tensor) else result
+    tensors = [one for one in parts if isinstance(one, Tensor)]
+    return result, [one.untyped_storage().data_ptr() == place for one in tensors]
+
+
 def check_split_heads(student: Student, seed: int = 0) -> None:
     """Exercise 2-1: the last dimension as (heads, head_dim), a view."""
     wide = draw(2, 5, 3 * 12, seed=seed)
     # The last one is a part of a fused projection, and not contiguous.
     for x, heads in ((wide[..., :12], 3), (draw(2, 4, 32, seed=seed), 4), (wide[..., 12:24], 3)):
-        result = call(student, x, heads)
-        _judge("the result", result, x, split_heads, HEAD_MISTAKES, lambda f, a=(x, heads): f(*a))
+        result, shared = call(within(in_memory, student), x, heads)
+        _judge(
+            "the result",
+            result,
+            shared[0],
+            split_heads,
+            HEAD_MISTAKES,
+            lambda f, a=(x, heads): f(*a),
+        )
     passed("heads are split off, and nothing is copied", seed)
 
 
@@ -102,8 +121,10 @@ def check_flash_layout(student: Student, seed: int = 0) -> None:
     """Exercise 2-1: Transformers' layout as flash-attn's, a view."""
     made_by_a_model = draw(2, 6, 3, 4, seed=seed).transpose(1, 2)
     for x in (draw(2, 3, 5, 4, seed=seed), draw(2, 4, 4, 8, seed=seed), made_by_a_model):
-        result = call(student, x)
-        _judge("the result", result, x, to_flash_layout, FLASH_MISTAKES, lambda f, x=x: f(x))
+        result, shared = call(within(in_memory, student), x)
+        _judge(
+            "the result", result, shared[0], to_flash_layout, FLASH_MISTAKES, lambda f, x=x: f(x)
+        )
     passed("heads and positions are swapped, and nothing is copied", seed)
 
 
@@ -114,7 +135,8 @@ def check_split_qkv(student: Student, seed: int = 0) -> None:
         *((2, 5, 4, 1, 6), (2, 3, 4, 2, 8)),  # the first one's thirds are heads, too
     ):
         qkv = draw(batch, seqlen, (heads + 2 * kv_heads) * head_dim, seed=seed)
-        given = unpack(call(student, qkv, heads, kv_heads), QKV)
+        result, shared = call(within(in_memory, student), qkv, heads, kv_heads)
+        given = unpack(result, QKV)
         where = f"heads {heads}, kv_heads {kv_heads}, head_dim {head_dim}: "
         if kv_heads != heads and given[0].shape[-1] != head_dim:
             raise CheckFailed(
@@ -125,22 +147,22 @@ def check_split_qkv(student: Student, seed: int = 0) -> None:
         arguments = qkv, heads, kv_heads
         for i, name in enumerate(QKV):
             one = lambda f, i=i, a=arguments: f(*a)[i]  # noqa: E731
-            _judge(where + name, given[i], qkv, split_qkv, QKV_MISTAKES, one)
+            _judge(where + name, given[i], shared[i], split_qkv, QKV_MISTAKES, one)
     passed("q, k and v are views of one projection, grouped heads included", seed)
 
 
 def _judge(
     name: str,
     result: Any,
-    source: Tensor,
+    shared: bool,
     solution: Callable[..., Any],
     known: Sequence[Mistake],
     run: Callable[[Callable[..., Any]], Tensor],
 ) -> None:
-    """Refuse anything but the expected numbers in the memory of `source`."""
+    """Refuse anything but the expected numbers, in memory that is `shared` with the input."""
     expected, mistaken = run(solution), results(solution, known, run)
     judge(name, tensor(result, name), expected, allowed=0.0, mistakes=mistaken)
-    if result.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+    if not shared:
         raise CheckFailed(
             f"{name} has the right numbers, but they were copied: .contiguous(), .clone(), "
             "torch.stack and torch.cat copy, and .reshape where no view is possible. Use view, "

@@ -28,3 +28,9 @@ def test_a_solved_notebook_gets_all_points(tmp_path, notebook):
     (result,) = run_batch(find_submissions(ada.parent), tmp_path / "out", settings)
     assert [c.message for c in result.checks if not c.message.startswith("[ok]")] == []
     assert result.earned == worth > 0
+    seen = {
+        (f.kind, f.text)
+        for f in result.flags
+        if f.kind not in ("instructor's text", "not confined")
+    }
+    assert seen == set()

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from grader.grade.submissions import MAX_BYTES, Late, find_submissions
+from grader.grade.submissions import MAX_BYTES, find_submissions
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_late_files_are_ignored_if_asked_and_an_earlier_one_counts(submissions, 
     late, due = submissions / "ada" / "01-Powers.ipynb", datetime(2020, 1, 1)
 
     def one():
-        return only(submissions, solved_folder, due=due, late=Late.ignore)
+        return only(submissions, solved_folder, due=due, late="ignore")
 
     assert (one().refused, [flag.kind for flag in one().flags]) == ("it came late", ["late"])
     early = submissions / "ada" / "01-Powers-1.ipynb"
