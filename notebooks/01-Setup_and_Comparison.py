@@ -21,16 +21,16 @@
 # - write FlashAttention's forward pass, and measure it beside fast kernels;
 # - judge a numerical error, and choose between float16 and bfloat16.
 #
-# **Time, estimated:** about 130 minutes; the exercises take 105 of them. A good place to pause: after 1.6.
+# **Time**: about 150 minutes (estimated), of which the exercises take 105. A good place to pause: after 1.6.
 #
 # **You need** PyTorch (tensors, `matmul`), but no CUDA and no GPU.
 #
-# **Theory:** chapters [1](../theory/01-memory-bottleneck.md), [2](../theory/02-online-softmax.md),
+# **Theory**, not required: chapters [1](../theory/01-memory-bottleneck.md), [2](../theory/02-online-softmax.md),
 # [3](../theory/03-forward-and-backward.md) and [6](../theory/06-precision.md), and the
 # [glossary](../theory/glossary.md).
 #
-# **How to work.** Run the cells in order. In exercises 1-1, 1-3, 1-4 and 1-6 you replace `raise NotImplementedError`
-# with your code (other numbers: bonus exercises in `further/`). The cell after yours says what is wrong; hints unfold in
+# **Exercises**: 1-1, 1-3, 1-4, 1-6 (other numbers: bonus, in `further/`); ●●● is the hardest. Run the cells in order, and
+# replace `raise NotImplementedError` with your code. The cell after yours says what is wrong; hints unfold in
 # stages. *Run All* stops at an unsolved exercise: scroll up to the red message.
 
 # %%
@@ -47,7 +47,7 @@ environment_card()
 
 # %% [markdown]
 # The card names your device, and the implementations of attention that run on it, called *backends*. `standard` is
-# textbook attention. In a terminal, `labsupport doctor` says what is missing, and what keeps the machine busy.
+# textbook attention. In a terminal, `labsupport doctor` says what is missing.
 
 # %%
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,7 +79,10 @@ except RuntimeError as error:
     print("-1e9 in float16:", error)
 
 print("-inf, then softmax:", scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).tolist())
-plotting.plot_weights({"this mask (dark: visible)": mask, "causal": torch.ones(6, 6).tril()})
+plotting.plot_weights(
+    {"the mask above": mask, "causal": torch.ones(6, 6).tril()},
+    title="Masks (dark: visible). In the first, query 1 sees no key",
+)
 
 
 # %% [markdown]
@@ -88,7 +91,7 @@ plotting.plot_weights({"this mask (dark: visible)": mask, "causal": torch.ones(6
 # PyTorch's `scaled_dot_product_attention` (SDPA) *define* the output of such a row as 0, and so will you.
 #
 # ### Exercise 1-1 · Textbook attention with a mask
-# ●○○ difficulty · ●●○ importance · 15 minutes · 5 points
+# ●○○ · essential · 15 minutes · 5 points
 #
 # | | shape | |
 # |---|---|---|
@@ -146,7 +149,7 @@ checks.check_textbook_empty_rows(textbook_attention, seed=13)
 
 # %% [markdown]
 # With the identity matrix as values, the output *is* the weights. Queries and keys are the
-# same here, so each token attends most to itself, unless it is hidden. In the last picture six queries see nothing.
+# same here. In the last picture six queries see nothing.
 
 # %%
 from labsupport.attention import standard_attention
@@ -158,7 +161,8 @@ all_pairs = torch.ones(12, 12, dtype=torch.bool)
 x, identity = 0.4 * torch.randn(12, head_dim), torch.eye(12, head_dim)
 masks = {"no mask": None, "causal": all_pairs.tril(), "6 or more back": all_pairs.tril(-6)}
 plotting.plot_weights(
-    {name: own_attention(x, x, identity, mask)[0][:, :12] for name, mask in masks.items()}
+    {name: own_attention(x, x, identity, mask)[0][:, :12] for name, mask in masks.items()},
+    title="Each token attends most to itself, unless it is hidden",
 )
 
 
@@ -220,7 +224,7 @@ memory.round(1)
 # %% [markdown]
 # ## 1.3 · Memory is slow, arithmetic is fast
 #
-# Big matrices also cost time. A processor computes with numbers in a small, fast memory: SRAM, which is a GPU's shared
+# A processor computes with numbers in a small, fast memory: SRAM, which is a GPU's shared
 # memory or a CPU's caches. The large memory is far away and slow: HBM on a data-centre GPU, DRAM in a laptop.
 
 # %%
@@ -271,8 +275,6 @@ checks.compare_prediction(
 #
 # *Fusion* then puts all steps into one kernel, so that each tile stays on the chip.
 #
-# > **A common error.** "FlashAttention's memory accesses are $O(N)$." Only its extra *memory* is; its accesses still grow
-# > with $N^2$ ([chapter 4](../theory/04-io-complexity.md)).
 
 # %% [markdown]
 # ## 1.4 · The obstacle: softmax wants the whole row
@@ -318,7 +320,7 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 # This is exact, because $e^{m-m'} \sum e^{s-m} = \sum e^{s-m'}$.
 #
 # ### Exercise 1-3 · The running maximum and sum
-# ●●○ difficulty · ●●● importance · 25 minutes · 6 points
+# ●●○ · essential · 25 minutes · 6 points
 #
 # | | shape | |
 # |---|---|---|
@@ -411,7 +413,7 @@ plotting.plot_tile_pass(steps)
 
 # %% [markdown]
 # ### Exercise 1-4 · The tiled forward, in three steps
-# ●●● difficulty · ●●● importance · 45 minutes · 9 points
+# ●●● · essential · 45 minutes · 9 points
 #
 # In each step you extend the same function, and run its cell and the checks of that step again.
 #
@@ -633,7 +635,7 @@ plotting.plot_time(
 )
 
 # %% [markdown]
-# The dotted line is the time of the arithmetic alone. At 512 tokens there is little memory to save, and on some
+# At 512 tokens there is little memory to save, and on some
 # machines the textbook wins: "FlashAttention is always faster" is **a common error**. The gain usually grows with the
 # length.
 
@@ -646,13 +648,10 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Per doubling, the textbook's memory rises by a factor of 4, and that of the tiled functions far
-# more slowly.
-#
 # ### Out of memory is a result
 #
 # At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure, so that your machine does
-# not freeze (it allows for *four* matrices: $S$, $P$ and copies); on a GPU it tries, and catches the error.
+# not freeze; on a GPU it tries, and catches the error.
 
 # %%
 cases = grid(["standard"], [262_144], heads=heads, head_dim=head_dim, dtype="float32")
@@ -725,17 +724,29 @@ for run in orders.itertuples():
 # writes explain the rest: with 128 heads both fill the GPU, and version 2 is still twice as fast.
 # ([Chapter 5](../theory/05-from-v1-to-v4.md) explains versions 3 and 4.)
 #
-# ### The backward pass, in one picture
+# ### The backward pass, with numbers
 #
-# Training needs $P$ again. The textbook stores it. FlashAttention stores $O$ and $L$, and *recomputes* each tile:
-# $P_{ik}=e^{S_{ik}-L_i}$, where $i$ and $k$ now number single queries and keys. Write $dX$ for the gradient of the loss
-# by $X$; $dO$ arrives from the next layer. The gradient of the softmax seems to need the whole row:
-# $dS = P \circ (dP - D)$,
-# where $D_i = \sum_k P_{ik}\, dP_{ik}$ runs over all keys.
+# Training needs $P$ again. The textbook stores it. FlashAttention stores $O$ and $L$, and *recomputes* each tile of $P$
+# as $e^{S-L}$. Write $dX$ for the gradient of the loss by $X$. One query, two keys,
+# head dimension 1:
+#
+# | | key 1 | key 2 |
+# |---|---|---|
+# | $P_k$ | 0.25 | 0.75 |
+# | $v_k$ | 2 | 6 |
+# | $dO$, from the next layer | 3 | 3 |
+# | step 1: $dP_k = dO \cdot v_k$ | 6 | 18 |
+# | step 2: their weighted mean, $D = \sum_k P_k\,dP_k$ | 15 | 15 |
+# | step 3: $dS_k = P_k\,(dP_k - D)$ | -2.25 | 2.25 |
+#
+# Step 1 is the chain rule for $O = \sum_k P_k v_k$, step 3 that of the softmax: a higher score takes weight from the other
+# keys, so $D$ is subtracted. Step 2 is the obstacle: its sum needs *all* keys, and a tile has only some:
 #
 # ![One query: the tile has two of the eight entries in its rows of P and dP, and all of its rows of O and dO.](../theory/figures/row-and-tile.png)
 #
-# But $dP_{ik} = dO_i \cdot v_k$, so $D_i = dO_i \cdot \sum_k P_{ik} v_k = dO_i \cdot O_i$. A tile has both rows in full:
+# The way out: put step 1 into step 2, and take $dO$ out of the sum.
+# $D = \sum_k P_k\,(dO \cdot v_k) = dO \cdot \sum_k P_k v_k = dO \cdot O$, here $3 \cdot 5 = 15$. No key is left in it: every
+# tile has the query's $dO$ and $O$. The same for six queries, with vectors of eight numbers:
 
 # %% tags=["nbval-check-output"]
 q, k, v, dout = torch.randn(4, 6, 8, dtype=torch.float64)
@@ -745,7 +756,7 @@ from_the_output = (dout * out).sum(-1)
 print("the same D:", torch.allclose(over_the_row, from_the_output))
 
 # %% [markdown]
-# With that, the backward is two loops over tiles, too: write it in [backward](further/backward.ipynb).
+# So the backward is two loops over tiles, too: write it in [backward](further/backward.ipynb).
 #
 # ## 1.8 · One function, many kernels
 #
@@ -767,10 +778,7 @@ print(last_call())
 #
 # > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it uses its
 # > FlashAttention kernel by default. On a GPU, with float32 or an explicit mask, you don't get FlashAttention. Hopper and
-# > Blackwell GPUs try the kernel of cuDNN, NVIDIA's library, first.
-#
-# > **A common error.** "flash-attn runs on every GPU since Turing." Since version 2.0 it needs Ampere or newer.
-# > (NVIDIA's GPU generations: Turing 2018, Ampere 2020, Hopper 2022, Blackwell 2024.)
+# > Blackwell GPUs (2022, 2024) try the kernel of cuDNN, NVIDIA's library, first.
 #
 # ### Are they equal?
 #
@@ -831,7 +839,7 @@ for name, guess in (
 # FlashAttention keeps its tile of scores in float32, inside the kernel. So only the *inputs* have to fit.
 #
 # ### Exercise 1-6 · Cast for a kernel
-# ●●○ difficulty · ●●○ importance · 20 minutes · 5 points
+# ●●○ · useful · 20 minutes · 5 points
 #
 # Cast inputs of any floating dtypes for a kernel that takes only float16 and bfloat16.
 #

@@ -20,10 +20,13 @@
 # - place the causal mask when keys outnumber queries, and write a key/value cache;
 # - find the first NaN in a deep model, and choose dtypes.
 #
-# **Time** about 135 minutes; the exercises take 105 of them (estimated). Two sittings: stop after 2.4. **You need**
-# notebook 1, some experience with Hugging Face Transformers, and a laptop. **Read alongside**: theory chapter
-# [9](../theory/09-inference.md), and the [glossary](../theory/glossary.md). Stored results come from the solutions.
-# Other exercise numbers: bonus, in `further/`.
+# **Time**: about 155 minutes (estimated), of which the exercises take 105. A good place to pause: after 2.4.
+#
+# **You need** notebook 1, some experience with Hugging Face Transformers, and a laptop.
+#
+# **Theory**, not required: chapter [9](../theory/09-inference.md), and the [glossary](../theory/glossary.md).
+#
+# **Exercises**: 2-1, 2-2, 2-3, 2-6, 2-8 (other numbers: bonus, in `further/`). Stored results come from the solutions.
 
 # %%
 import torch
@@ -73,7 +76,7 @@ print(models.generate(model, tokenizer, question, chat=True, max_new_tokens=16).
 
 # %% [markdown]
 # The model says *Paris*. Change `question` and ask something else. (*Decoding* means writing token
-# by token; *greedy*, taking the likeliest. The same question gives the same answer.)
+# by token.)
 #
 # Does the model compute the same as with its own attention? One answer proves little. So let it read a text, a file of
 # Python's standard library, and measure how well it predicts each next token. The *negative log-likelihood*, NLL, is
@@ -311,8 +314,8 @@ print(f"largest difference of {logits['mine'].numel():,} logits: {difference:.0e
 # %% [markdown]
 # They agree up to the rounding of float32.
 #
-# > **A common error.** A name with "flash" in it: Transformers then looks for a kernel on its hub.
-# > `models.register_attention` refuses such names.
+# > **A common error.** To register a function under a name with "flash" in it: Transformers then looks for a kernel on
+# > its hub. `models.register_attention` refuses such names.
 #
 # ### Padding: the mistake without an error
 #
@@ -359,10 +362,10 @@ model.set_attn_implementation("ignores_padding")
 alone_and_padded()
 
 # %% [markdown]
-# Alone it says *Rome*; beside a longer prompt, only *a*, and a logit changes by about 20.
-# `models.set_attention(model, backend)` fills both tables. You can name any backend of notebook 1. `"flash"` means: the
-# best one here that never stores the N × N scores. `set_attention` cuts padding out, refuses what a backend cannot do,
-# with reasons, and records what really ran:
+# Alone it says *Rome*; beside a longer prompt, only *a*, and a logit changes by about 20. `models.set_attention(model,
+# backend)` fills both tables. It takes the lab's own names (to Transformers it gives others): any backend of notebook
+# 1, or `"flash"`, the best one here that never stores the N × N scores. `set_attention` cuts padding out, refuses what
+# a backend cannot do, with reasons, and records what really ran:
 
 # %%
 models.set_attention(model, "flash")
@@ -408,8 +411,7 @@ reading[columns].round({"median_ms": 0, "tokens_per_s": 0, "speedup": 2, "loss":
 peak = reading[reading.seqlen == lengths[-1]].set_index("backend").peak_memory_bytes
 plotting.plot_memory(
     reading,
-    title=f"eager needs {peak['eager'] / peak['flash']:.1f} times the extra memory "
-    f"for {lengths[-1]:,} tokens",
+    title=f"{lengths[-1]:,} tokens: eager needs {peak['eager'] / peak['flash']:.1f} times the memory",
     references=[plotting.Reference("S and P of one layer", lambda n: 2 * 9 * n**2 * 4 / 2**20)],
 )
 
@@ -445,14 +447,15 @@ else:
 #
 # ![Attention's share of the FLOPs against the length: half of them at 6,144 tokens for SmolLM2-135M, at 53,248 for Llama-3-8B.](../theory/figures/attention-share.png)
 #
-# The textbook's share of the *time* is larger than that, since it also moves $S$ and $P$ through memory.
+# This counts the pairs that a causal mask leaves. `eager` computes all of them, so its half comes at 3,072 tokens.
+# Its share of the *time* is larger still, since it also moves $S$ and $P$ through memory.
 #
 # ## 2.5 · Training, one text or eight
 #
 # Training must store what the backward pass needs, for all layers. The textbook stores its N × N weights $P$ in each.
 # The next model is a GPT-2 with 4 layers that reads bytes. Its weights are random. That changes neither time nor
-# memory. (Dropout of attention weights is off: this lab refuses it, and today's models train without.) First, the
-# gradients:
+# memory. (Without dropout, which this lab refuses.) First, the gradients, beside those of `standard`, notebook 1's
+# textbook attention:
 
 # %%
 sizes = {"n_layer": 4, "n_head": 8, "n_embd": 512, "vocab_size": 256, "n_positions": 4096}
@@ -512,19 +515,19 @@ training[columns].round({"speedup": 2}).round(
 # %%
 from labsupport.profiling import load_run
 
-steps = load_run("gpt2-medium-h200").query("name in ['eager', 'sdpa_flash', 'flash_triton']")
+steps = load_run("gpt2-medium-h200").query("name in ['eager', 'sdpa_flash']")
 steps = steps.rename(columns={"name": "backend"}).drop(columns="batch")
 steps["direction"] = "forward+backward"
 plotting.plot_memory(
     steps,
-    title="A step of GPT-2 medium: with eager, 8,192 tokens in one text do not fit",
+    title="GPT-2 medium: with eager, a text of 8,192 tokens does not fit",
     references=[plotting.Reference("memory of the GPU", 139.8 * 1024)],
 )
 
 # %% [markdown]
 # Each step reads 8,192 tokens: eight texts of 1,024, or four of 2,048, up to one of 8,192. FlashAttention needs the
 # same memory for all. With `eager` it grows, until the card is full: the cross. At 4,096, `eager` trains on 18,000
-# tokens a second and FlashAttention on 60,000. (`flash_triton` is this lab's kernel.)
+# tokens a second and FlashAttention on 60,000.
 #
 # ## 2.6 · GPT, BERT, and other shapes
 #
@@ -550,7 +553,7 @@ masks.pivot(index="backend", columns="model", values=["GFLOPs needed", "time, ms
 
 # %% [markdown]
 # A causal call needs half of the GFLOPs. Less than half of the *time* goes away: tiles on the diagonal are computed in
-# full. The textbook (`standard`, of notebook 1) saves nothing.
+# full. The textbook saves nothing.
 #
 # What else changes the gain? Recorded in one run:
 #
@@ -729,8 +732,7 @@ serving.round(1)
 
 # %% [markdown]
 # At this length, a decode step gains nothing from FlashAttention, or loses. Its scores are one *row* per head, so there
-# is
-# no N × N to avoid. With either attention it reads all weights and the whole cache once, and a small model waits even
+# is no N × N to avoid. With either attention it reads all weights and the whole cache once, and a small model waits even
 # longer for Python, which starts hundreds of small operations.
 #
 # Eight requests share one reading of the weights, so their step takes far less than eight times as long.
@@ -1023,18 +1025,18 @@ with torch.inference_mode():
 # | loss | float32, from the logits on | no | steps are coarse, and gradients become 0 |
 # | gradients | scale the loss for float16 | no | small ones become 0 |
 #
-# Each row has an experiment; this cell runs the quick ones:
+# Each row has an experiment:
 
 # %%
 from labsupport.precision.experiments import RULES
 
 for rule in RULES:
-    if rule.component not in ("loss", "allowed error", "attention and MLP weights"):
+    if rule.component not in ("allowed error", "float32 products"):
         table = rule.experiment()
         print(f"{rule.component}: {rule.figure(table.set_index(table.columns[0]))}")
 
 # %% [markdown]
-# [Chapter 6](../theory/06-precision.md#mixed-precision-training) has the others. A `FlashAttentionConfig` is such a
+# [Chapter 6](../theory/06-precision.md#mixed-precision-training) explains them. A `FlashAttentionConfig` is such a
 # table for one model, and `apply_precision_policy` applies it. The default, on a CPU too: all is bfloat16 but norm
 # statistics, loss and optimizer.
 
@@ -1054,7 +1056,7 @@ FlashAttentionConfig()
 
 # %% [markdown]
 # Half the bytes, and the model predicts as well as before, although every layer now rounds to three digits: rounding
-# errors average out.  An overflow does not.
+# errors average out. An overflow does not.
 #
 # ## What you measured
 #

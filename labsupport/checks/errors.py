@@ -53,6 +53,11 @@ class CheckInterrupted(_Shown, KeyboardInterrupt):
     begins = "Check interrupted: "
 
 
+def not_written(name: str) -> str:
+    """Say that an exercise's stub is still there; `labsupport.course.progress` reads it."""
+    return f"{name} is not written yet: replace `raise NotImplementedError`."
+
+
 # --- values in words ------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.errors import CheckFailed
+from labsupport.checks.errors import CheckFailed, not_written
 from labsupport.checks.verdict import (
     call,
     draw,
@@ -273,9 +273,7 @@ def _backward(loss: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
     try:
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     except NotImplementedError:
-        raise CheckFailed(
-            "backward is not written yet: replace `raise NotImplementedError`."
-        ) from None
+        raise CheckFailed(not_written("backward")) from None
     except Exception as error:
         raise CheckFailed(
             f"backward raised {type(error).__name__}{own_line(error) or ': '}{error}\n"

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from labsupport.attention.kernels import mode
-from labsupport.checks.errors import CheckFailed, short
+from labsupport.checks.errors import CheckFailed, not_written, short
 from labsupport.checks.guard import check_guard, guarded_zeros
 from labsupport.checks.row_watch import RowWatch, by_hand
 from labsupport.checks.verdict import (
@@ -255,7 +255,7 @@ def _no_kernel(kernel: Any) -> str:
     if type(kernel) is not type(with_update_kernel) or not inspect.isfunction(function):
         return f"{name} is no kernel function: put @triton.jit on the line above it."
     if "raise NotImplementedError" in inspect.getsource(function):
-        return f"{name} is not written yet: replace `raise NotImplementedError`."
+        return not_written(name)
     used: dict[str, Any] = {f"{one!r}": one for one in function.__defaults__ or ()}
     for line in dis.get_instructions(function):
         if line.opname == "LOAD_GLOBAL":

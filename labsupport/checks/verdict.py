@@ -34,6 +34,7 @@ from labsupport.checks.errors import (
     CheckInterrupted,
     described,
     kind,
+    not_written,
     outside_note,
     readable,
     remember,
@@ -173,9 +174,7 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         last = frame.f_code.co_qualname.partition(".")[0]
         if callable(getattr(function, "__globals__", {}).get(last)):
             name = last  # the given function calls one, or a class, that is not written
-        raise CheckFailed(
-            f"{name} is not written yet: replace `raise NotImplementedError`."
-        ) from None
+        raise CheckFailed(not_written(name)) from None
     except CheckFailed:
         raise
     except Exception as error:

@@ -46,7 +46,7 @@ class Progress:
     troubles: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return a table: exercise, points, checks passed, and how the others stand."""
+        """Return a table: exercise, points, check cells passed, and how the others stand."""
         out: list[str] = []
         for notebook, checks in self.checks.items():
             out += [notebook, *_table(checks), ""]
@@ -79,7 +79,7 @@ def _table(checks: list[CheckState]) -> list[str]:
         others = f"   ({', '.join(dict.fromkeys(rest))})" if rest else ""
         out.append(
             f"  {name_of(exercise):{width}}   {_points(own):>7} points   "
-            f"{len(own) - len(rest)} of {len(own)} checks{others}"
+            f"{len(own) - len(rest)} of {len(own)} check cells{others}"
         )
     return [*out, f"  {'together':{width}}   {_points(checks):>7} points"]
 

@@ -351,11 +351,11 @@ def plot_roofline(
     axes.set(xscale="log", yscale="log", xlim=(low, high))
     log10_axis(axes, "x", (1.0,))
     log10_axis(axes, "y", (1.0, 2.0, 5.0) if scale > 1 else (1.0,))
-    axes.set_xlabel("arithmetic intensity (FLOPs a byte that must move)")
+    axes.set_xlabel("arithmetic intensity (FLOPs for each byte moved)")
     axes.set_ylabel(f"speed ({unit})")
     plain(axes)
     add_legend(figure, [axes])
-    figure.headline(textwrap.fill(title, 70), small_print)
+    figure.headline(textwrap.fill(title, 60), small_print)
     return figure
 
 

@@ -204,24 +204,28 @@ def _draw_tiles(
     return figure
 
 
-def plot_weights(weights: Mapping[str, Any]) -> Chart:
+def plot_weights(weights: Mapping[str, Any], *, title: str = "") -> Chart:
     """Draw matrices of attention weights side by side.
 
     Args:
         weights: matrices (queries, keys) of numbers from 0 to 1, by the panels' titles.
+        title: the finding, as a sentence.
 
     >>> chart = plot_weights({"causal": torch.tril(torch.ones(4, 4))})
     """
     figure = Chart(figsize=(min(2.9 * len(weights), 10.0), 3.6))
     panels = figure.subplots(1, len(weights), squeeze=False)[0]
-    for axes, (title, matrix) in zip(panels, weights.items(), strict=True):
+    for axes, (name, matrix) in zip(panels, weights.items(), strict=True):
         axes.imshow(matrix, cmap="Greys", vmin=0, vmax=1, aspect="auto")
         axes.set_box_aspect(1)
-        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_title(name, fontsize=10, loc="left")
         axes.set_xlabel("keys")
         axes.locator_params(integer=True)
     panels[0].set_ylabel("queries")
-    figure.description = f"Attention weights, dark for large ones: {', '.join(weights)}."
+    panel_names = ", ".join(weights).replace("\n", " ")
+    words = f"{title}. Attention weights, dark for large ones: {panel_names}."
+    figure.headline(title, "")
+    figure.description = words.removeprefix(". ")
     return figure
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from matplotlib.ticker import ScalarFormatter
 
 from labsupport.plotting.drawing import (
     BLUE,
@@ -80,7 +79,7 @@ def plot_memory_parts(
     if limit is not None:
         axes.axvline(limit[1] / size, color=GREY, linestyle=(0, (6, 2, 1, 2)), label=limit[0])
     axes.invert_yaxis()
-    axes.set_xlabel(f"memory at the peak of a step ({unit})")
+    axes.set_xlabel(f"peak memory ({unit})")
     plain(axes, "x")
     if len(wide.columns) > 2 or measured or limit:
         add_legend(figure, [axes], 8.5)
@@ -161,7 +160,7 @@ def plot_by_window(
         axes.plot(windows, table[column], label=label, **look)
     draw_references(axes, references, windows)
     log2_axis(axes, sorted(set(windows)), f"context that the model sees ({unit})")
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.set_ylabel(ylabel)
     axes.set_ylim(bottom=0)
     plain(axes)

@@ -50,7 +50,7 @@ environment_card()
 
 # %% [markdown]
 # ## Exercise 1-5 · The backward, by recomputation, in three steps
-# ●●● difficulty · ●●○ importance · 50 minutes · 6 bonus points
+# ●●● · useful · 50 minutes · 6 bonus points
 #
 # You extend one function in three steps. In step 2 you also write a small second function.
 #

@@ -37,19 +37,19 @@ def said_of(copy):
 
 def test_a_check_counts_as_the_saved_notebook_shows_it(copy):
     for outputs, said in (
-        ([OK], "1-1 square    2 of 2 points   1 of 1 checks\n"),
-        ([], "1-1 square    0 of 2 points   0 of 1 checks   (not run)"),
+        ([OK], "1-1 square    2 of 2 points   1 of 1 check cells\n"),
+        ([], "1-1 square    0 of 2 points   0 of 1 check cells   (not run)"),
         ([NOT_WRITTEN], "(not written)"),
         (
             [OK, {**NOT_WRITTEN, "evalue": "square is wrong."}],
-            "0 of 2 points   0 of 1 checks   (not",
+            "0 of 2 points   0 of 1 check cells   (not",
         ),
         ([{"output_type": "stream", "name": "stdout", "text": "hello"}], "(not run)"),
     ):
         save(copy, outputs)
         assert said in said_of(copy)
     save(copy, [OK], source="print('[ok] squares')")
-    assert "0 of 2 points   0 of 1 checks   (check was changed)" in said_of(copy)
+    assert "0 of 2 points   0 of 1 check cells   (check was changed)" in said_of(copy)
 
 
 def test_only_the_students_notebooks_count_and_one_that_cannot_be_read_is_named(copy):
@@ -77,12 +77,12 @@ def stub(x):
 def test_in_a_kernel_the_checks_run_on_what_is_defined_there(folder, monkeypatch, capsys):
     monkeypatch.setattr(paths, "notebooks_dir", lambda: folder)
     for names, said in (
-        ({"square": lambda x: x * x}, "2 of 2 points   1 of 1 checks\n"),
+        ({"square": lambda x: x * x}, "2 of 2 points   1 of 1 check cells\n"),
         # Wrong for negative numbers, as the hidden test finds: what students see must not tell.
-        ({"square": lambda x: x * abs(x)}, "2 of 2 points   1 of 1 checks\n"),
-        ({"square": lambda x: x}, "0 of 2 points   0 of 1 checks   (not passed)"),
-        ({"square": stub}, "0 of 2 points   0 of 1 checks   (not written)"),
-        ({}, "0 of 2 points   0 of 1 checks   (not run)"),
+        ({"square": lambda x: x * abs(x)}, "2 of 2 points   1 of 1 check cells\n"),
+        ({"square": lambda x: x}, "0 of 2 points   0 of 1 check cells   (not passed)"),
+        ({"square": stub}, "0 of 2 points   0 of 1 check cells   (not written)"),
+        ({}, "0 of 2 points   0 of 1 check cells   (not run)"),
     ):
         before = dict(names)
         show_progress("01", names)

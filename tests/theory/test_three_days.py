@@ -72,21 +72,19 @@ def test_a_row_has_at_least_the_minutes_of_its_cards():
         assert 0 <= step.minutes - own <= 12, what
 
 
-def test_the_rows_of_a_notebook_add_up_to_what_its_first_cell_says():
-    for sections, said in (
-        (r"1\.", r"about (\d+) minutes; the exercises"),
-        (r"2\.", r"about (\d+) minutes; the exercises"),
-        (r"3\.", r"about (\d+) minutes"),
-        (r"4\.", r"about (\d+) minutes, of which"),
-    ):
-        (total,) = re.findall(said, markdown(int(sections[0])))
+def test_the_first_cell_of_a_notebook_has_the_sums_of_its_rows_and_of_its_exercises():
+    minutes = card_minutes()
+    for notebook in NUMBERED:
+        said = r"\*\*Time\*\*: about (\d+) minutes.*, of which the exercises take (\d+)\."
+        ((total, exercises),) = re.findall(said, markdown(notebook))
         own = [
             step.minutes
             for _, what, step in rows()
-            if "further/" not in what
-            and re.match(sections, (sections_of(what) or ["4.8"])[0])  # "the end of notebook 4"
+            if "further/" not in what and (sections_of(what) or ["4.9"])[0].startswith(f"{notebook}.")
         ]
-        assert sum(own) == int(total), said
+        assert sum(own) == int(total)
+        numbers = [n for further, n in minutes if not further and n.startswith(f"{notebook}-")]
+        assert sum(minutes["", n] for n in numbers) == int(exercises)
 
 
 def test_the_sums_that_the_page_begins_with_are_those_of_its_rows():
