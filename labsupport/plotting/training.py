@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-
 from labsupport.plotting.drawing import (
     BLUE,
     GREEN,

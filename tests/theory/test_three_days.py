@@ -80,7 +80,7 @@ def test_the_first_cell_of_a_notebook_has_the_sums_of_its_rows_and_of_its_exerci
         own = [
             step.minutes
             for _, what, step in rows()
-            if "further/" not in what and (sections_of(what) or ["4.9"])[0].startswith(f"{notebook}.")
+            if "further/" not in what and sections_of(what)[0].startswith(f"{notebook}.")
         ]
         assert sum(own) == int(total)
         numbers = [n for further, n in minutes if not further and n.startswith(f"{notebook}-")]
