@@ -267,7 +267,10 @@ def _forward_findings(events: list[Event]) -> list[Violation]:
             bad = _bad(call.output, weighed=bool(call.weights.dtypes))
             made_here = bad and not _bad(call.inputs) and (call.kind != "block" or not ill)
             if made_here or (_bad(call.weights, weighed=True) and call.name not in spoilt):
-                found.append(_bad_output(call))
+                one = _bad_output(call)
+                if call.kind == "block" and before is not None:
+                    one = one._replace(remedy=f"Look at the code after {before.name}. {one.remedy}")
+                found.append(one)
                 spoilt.add(call.name)
             ill = ill or bad
             before = call if call.kind != "block" else before

@@ -297,6 +297,9 @@ MLP_0 = "model.layers.0.mlp"
          ("the forward pass was finite", "loss scale")),
         (lambda: Textbook(nn.Softmax(-1), HIDDEN), torch.randn(2, 3, 4), None, "NaN", "softmax",
          ("18 NaN of 18 entries; its input holds 18 -inf of 18 entries", "sees no key")),
+        # The model's own code, after its last module.
+        (lambda: Textbook(lambda s: s.softmax(-1), HIDDEN), torch.randn(2, 3, 4), None, "NaN",
+         "(model)", ("Look at the code after q",)),
         # -inf alone counts where weights made it, even before a softmax.
         (lambda: filled(nn.Sequential(nn.Linear(4, 2), nn.Softmax(-1)), **{"0": -6e4}),
          torch.ones(1, 4, dtype=F16), None, "overflow", "0", ("use bfloat16",)),
