@@ -152,7 +152,7 @@ def _losses(info: RankInfo) -> Rows:
     return rows
 
 
-def _spans(info: RankInfo, layout: str, seqlen: int, repeats: int = 8) -> Rows:
+def _spans(info: RankInfo, layout: str, seqlen: int, repeats: int = 12) -> Rows:
     """Spans that PyTorch's profiler saw in a forward pass: of several, the fastest."""
     qkv = _draw(seqlen, info)
     own = [shard_sequence(x, info.rank, info.world, zigzag=layout == "zigzag") for x in qkv]
