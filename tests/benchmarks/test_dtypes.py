@@ -16,6 +16,7 @@ def table():
         return dtypes.measure(parser_of("dtypes").parse_args(["--device", "cpu"]))
 
 
+@pytest.mark.slow
 def test_every_combination_runs_or_is_refused_with_a_reason_and_bare_kernels_run_one_dtype(table):
     names = [str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES]
     for caller, rows in table.groupby("caller"):

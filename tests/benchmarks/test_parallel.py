@@ -42,6 +42,9 @@ def measured():
     return table, ring, late.status.tolist(), seen
 
 
+pytestmark = pytest.mark.slow  # ranks that import PyTorch
+
+
 @pytest.fixture(scope="module")
 def ranks(pool):
     return pool(2, joined=False).run(measured)

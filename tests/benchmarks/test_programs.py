@@ -152,6 +152,7 @@ def test_the_search_finds_the_longest_that_runs_whatever_the_guess():
     assert last_that_runs(lambda units: next(answers), 300, 16)["status"] == "unsupported"
 
 
+@pytest.mark.slow
 def test_speeds_stand_beside_their_ceilings(capsys, saved, monkeypatch):
     monkeypatch.setattr(generation, "LOOPS", ("transformers, static cache", "loop, dynamic cache"))
     monkeypatch.setattr(generation, "TRAINING", ("eager", "fa4"))
@@ -197,6 +198,7 @@ def test_the_first_gradients_obey_the_rule_and_a_wrong_one_is_found(monkeypatch)
     assert faults == ["blocks.0.attention.query.weight"]
 
 
+@pytest.mark.slow
 def test_orders_name_the_fastest_backend_first(capsys):
     sizes = ["--seqlen", "64,32", "--tokens", "64", "--hidden", "64", "--head-dim", "64"]
     assert main(["choose", "--device", "cpu", "--seconds", "0.001", *sizes]) == 0

@@ -88,6 +88,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     assert "wrong" in printed
 
 
+@pytest.mark.slow
 @runs_kernels
 def test_both_loop_orders_are_measured_and_agree_or_are_not_compared(monkeypatch):
     options = "--tokens 32 --head-dim 16 --max-seconds 0.001"

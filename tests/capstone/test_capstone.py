@@ -48,6 +48,7 @@ def functions(folder, monkeypatch):
     return names
 
 
+@pytest.mark.slow
 def test_the_template_trains_says_what_is_missing_and_measures_with_provenance(
     python, project, copy
 ):

@@ -154,6 +154,7 @@ def test_on_a_busy_machine_alarms_are_rare_and_slowdowns_are_caught():
         assert said.count(wanted) >= 0.95 * len(said)
 
 
+@pytest.mark.slow
 def test_a_baseline_is_measured_in_fresh_processes_and_comes_back(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "PROCESSES", 1)
     path = tmp_path / "flash.json"

@@ -76,6 +76,7 @@ def test_verbose_says_the_attention_of_each_layer_and_twice_the_time_of_each_ste
         assert part in done.stderr
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_bar_and_a_file_none(folder):
     words = ["generate", TEXTS[1], "--model", folder, "--max-new-tokens=3", "--device=cpu"]
     command = shlex.join([sys.executable, "-m", "labsupport.cli", *map(str, words)])

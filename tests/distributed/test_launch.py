@@ -105,6 +105,7 @@ def test_a_rank_that_ends_is_named_with_its_last_words():
     assert "the last words" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_a_collective_is_named_and_where_it_is(tmp_path):
     with pytest.raises(LaunchError, match="rank 1 of 2 did not reach a collective") as caught:
         launch(oversleep, (str(tmp_path / "pids"),), timeout=2)
@@ -114,6 +115,7 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named_and_where_it_is(tmp_
     assert_gone(map(int, (tmp_path / "pids").read_text().split()))
 
 
+@pytest.mark.slow
 def test_no_process_is_left_when_the_launcher_is_killed(tmp_path, python):
     file = tmp_path / "pids"
     code = f"from {__name__} import launch, nap; launch(nap, ({str(file)!r},), processes=1)"

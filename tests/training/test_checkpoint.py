@@ -41,6 +41,7 @@ def program(folder, last):
 # --- a killed run ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @posix
 def test_a_killed_run_resumes_bit_for_bit(python, tmp_path):
     def run(folder, last=-1, check=True):

@@ -18,6 +18,7 @@ def measured(lengths, strategies, **options):
     return measure_training(SHAPE, lengths, strategies=strategies, **options)
 
 
+@pytest.mark.slow
 def test_each_remedy_and_length_is_a_row_and_changes_the_memory_and_not_the_loss():
     table = measured([128, 256], [TEXTBOOK, FLASH])
     assert table[["backend", "seqlen"]].values.tolist() == [

@@ -262,6 +262,7 @@ except torch.OutOfMemoryError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits on Linux only")
 def test_a_limit_is_exact_nested_and_lifted_and_whatever_asks_for_more_gets_an_exception():
     """In a fresh process, since all that it has taken counts; killed or hanging is a failure."""

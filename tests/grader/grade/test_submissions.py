@@ -233,6 +233,7 @@ def test_late_files_are_ignored_if_asked_and_an_earlier_one_counts(submissions, 
     assert "01-Powers.ipynb was refused (it came late)" in one().flags[0].text
 
 
+@pytest.mark.slow
 def test_a_zip_of_many_files_that_are_refused_is_one_row(submissions, solved_folder):
     names = [f"{n}.ipynb" for n in range(45)]
     (submissions / "bob.zip").write_bytes(zipped(dict.fromkeys(names, b" " * MAX_BYTES)))
