@@ -186,32 +186,10 @@ def test_each_seed_is_drawn_anew_and_calls_without_one_stay():
 
 
 SCALE = "def next_scale(scale, good_steps, finite, interval):\n    {}\n"
-RIGHT = (
-    "return (scale / 2 if not finite else 2 * scale if good_steps + 1 == interval else scale), "
-    "(good_steps + 1) % interval if finite else 0"
-)
 
 
 def judged(session):
     return evaluate_check("checks.check_next_scale(next_scale)", ("next_scale",), session, seed=1)
-
-
-@pytest.mark.slow
-def test_what_a_function_returns_or_raises_harms_nobody_else():
-    bodies = {
-        "import sys; sys.exit(0)": "failed",
-        "raise KeyboardInterrupt": "failed",
-        "return object()": "failed",
-        "return 10 ** 4000": "failed",
-        "return [[[]]] * 10**6": "failed",
-        "import torch; return torch.zeros(2**28)": "failed",
-        "x = []; x.append(x); return x": "failed",
-        "return type('float', (float,), {'__eq__': lambda *_: True})(3.0)": "failed",
-        f"print('x' * 10**8); {RIGHT}": "passed",
-    }
-    with students(*map(SCALE.format, bodies)) as sessions:
-        for (body, status), session in zip(bodies.items(), sessions, strict=True):
-            assert (judged(session).status, session.failure) == (status, None), body
 
 
 @pytest.mark.slow

@@ -12,12 +12,6 @@ honest = Variants(attention=5, leak=2, softmax=6)
 
 
 @honest()
-def written_in_a_new_cell(work: Copy) -> None:
-    """The given cell is as it was, and the function stands in a new one below the checks."""
-    work.solve("leak", "softmax").add(solution("attention"), at=work.index("leak") - 1)
-
-
-@honest()
 def a_first_attempt_above(work: Copy) -> None:
     """The cell was copied: the wrong attempt is above the right one, with the same metadata."""
     at = work.solve().index("attention")

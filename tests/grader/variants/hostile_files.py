@@ -121,30 +121,6 @@ def invalid_json(work: Copy) -> bytes:
     return work.solve().text().encode()[:3000]
 
 
-@hostile(**NOTHING)
-def cells_of_the_wrong_kind(work: Copy) -> bytes:
-    """The shape of a notebook with numbers where cells and texts belong."""
-    content = {
-        "nbformat": 4,
-        "nbformat_minor": 5,
-        "metadata": {},
-        "cells": [1, None, {"source": 3}],
-    }
-    return json.dumps(content).encode()
-
-
-@hostile(**NOTHING)
-def deep_nesting(work: Copy) -> bytes:
-    """JSON so deep that a recursive reader falls over."""
-    return b'{"cells": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
-
-
-@hostile(**NOTHING)
-def two_hundred_megabytes(work: Copy) -> bytes:
-    """Far too large, by one output."""
-    return work.solve().text().encode() + b" " * (200 * 2**20)
-
-
 @hostile()
 def four_thousand_cells(work: Copy) -> None:
     """A right solution among many cells, which define the same helpers again and again."""
@@ -154,22 +130,10 @@ def four_thousand_cells(work: Copy) -> None:
         work.notebook.cells.append(cell)
 
 
-@hostile(by_hand=True, **NOTHING)
-def symlink_to_a_neighbour(student: Path, course: Path) -> None:
-    """A link to another student's perfect work."""
-    (student / "01-Small.ipynb").symlink_to("../bystander-a/01-Small.ipynb")
-
-
 @hostile(by_hand=True)
 def hard_link_to_the_instructor(student: Path, course: Path) -> None:
     """A second name of the solved notebook's own file: right, and flagged by its markers."""
     os.link(course / "01-Small.ipynb", student / "01-Small.ipynb")
-
-
-@hostile(by_hand=True, **NOTHING)
-def a_pipe(student: Path, course: Path) -> None:
-    """A FIFO: opening it waits for a writer who never comes."""
-    os.mkfifo(student / "01-Small.ipynb")
 
 
 @hostile(by_hand=True)
