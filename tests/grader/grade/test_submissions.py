@@ -150,46 +150,42 @@ def test_one_notebook_alone_is_one_students(submissions, solved_folder):
     assert only(path, solved_folder).student == only(path.parent, solved_folder).student == "ada"
 
 
-def test_of_a_resubmission_in_canvas_the_larger_number_counts(submissions, solved_folder, notebook):
-    (submissions / "lovelaceada_123_999_01-Powers.ipynb").write_bytes(notebook)
-    second = submissions / "lovelaceada_LATE_123_1000_01-Powers-1.ipynb"
-    second.write_bytes(notebook)
-    os.utime(second, (1_000_000, 1_000_000))
-
-    one = only(submissions, solved_folder)
-
-    assert one.path == second.name
-    assert [flag.kind for flag in one.flags] == ["late", "duplicate"]
-
-
-def test_the_newest_of_several_files_counts_and_says_so(submissions, solved_folder):
-    first = submissions / "ada" / "01-Powers.ipynb"
-    second = submissions / "ada" / "01-Powers-1.ipynb"
-    second.write_bytes(first.read_bytes())
-    os.utime(first, (1_000_000, 1_000_000))
-
-    one = only(submissions, solved_folder)
-
-    assert one.path == "ada/01-Powers-1.ipynb"
-    assert [flag.kind for flag in one.flags] == ["duplicate"]
+# Files of one student, each with the bytes that are left of it and its time; which of them counts;
+# and the flags, by kind and a part of the text.
+LATE, HALF, DUE = "01-Powers.ipynb", "01-Powers (1).ipynb", datetime(2020, 1, 1)
+REFUSED = f"{HALF} was refused (it is not valid JSON"
+COUNTS = {
+    "the larger number in Canvas": (
+        {"ada_123_999_01.ipynb": (None, 2e9), "ada_LATE_123_1000_01-1.ipynb": (None, 1e6)},
+        "ada_LATE_123_1000_01-1.ipynb",
+        [("late", "Canvas"), ("duplicate", "the newest counts")],
+    ),
+    "the newest": ({LATE: (None, 1e6), HALF: (None, 2e9)}, HALF, [("duplicate", "newest counts")]),
+    "a good one": ({LATE: (None, 1e6), HALF: (300, 2e9)}, LATE, [("duplicate", REFUSED)]),
+    "a good one that is newer": ({LATE: (None, 1e6), HALF: (300, 5e5)}, LATE, []),
+    "an earlier one": (
+        {LATE: (None, 2e9), HALF: (None, 1e6)},
+        HALF,
+        [("duplicate", f"{LATE} was refused (it came late)")],
+    ),
+}
 
 
-def test_a_file_graded_instead_of_a_newer_one_that_was_refused_says_so(submissions, solved_folder):
-    draft = submissions / "ada" / "01-Powers.ipynb"
-    newer = submissions / "ada" / "01-Powers (1).ipynb"
-    newer.write_bytes(draft.read_bytes()[:300])
-    os.utime(draft, (1_000_000, 1_000_000))
+@pytest.mark.parametrize("which", COUNTS)
+def test_of_several_files_one_counts_and_flags_name_the_others(
+    submissions, solved_folder, notebook, which
+):
+    files, counts, flags = COUNTS[which]
+    for name, (kept, time) in files.items():
+        (submissions / name).write_bytes(notebook[:kept])
+        os.utime(submissions / name, (time, time))
+    options = {"due": DUE, "late": "ignore"} if which == "an earlier one" else {}
 
-    one = only(submissions, solved_folder)
+    one = only(submissions, solved_folder, **options)
 
-    assert one.path == "ada/01-Powers.ipynb"
-    (flag,) = one.flags
-    assert flag.kind == "duplicate"
-    assert flag.text.startswith("ada/01-Powers (1).ipynb was refused (it is not valid JSON")
-    assert "save it, and hand it in again" in flag.text
-
-    os.utime(newer, (500_000, 500_000))
-    assert only(submissions, solved_folder).flags == ()
+    assert (one.path, one.refused) == (counts, "")
+    assert [flag.kind for flag in one.flags] == [kind for kind, _ in flags]
+    assert all(said in flag.text for flag, (_, said) in zip(one.flags, flags, strict=True))
 
 
 def test_a_copy_saved_before_an_upgrade_counts_only_where_the_upgraded_one_is_missing(
@@ -219,18 +215,9 @@ def test_a_file_after_the_date_is_marked_unless_a_download_has_lost_its_time(
     assert kinds(2000) == []
 
 
-def test_late_files_are_ignored_if_asked_and_an_earlier_one_counts(submissions, solved_folder):
-    late, due = submissions / "ada" / "01-Powers.ipynb", datetime(2020, 1, 1)
-
-    def one():
-        return only(submissions, solved_folder, due=due, late="ignore")
-
-    assert (one().refused, [flag.kind for flag in one().flags]) == ("it came late", ["late"])
-    early = submissions / "ada" / "01-Powers-1.ipynb"
-    early.write_bytes(late.read_bytes())
-    os.utime(early, (1_000_000, 1_000_000))
-    assert (one().refused, one().path) == ("", "ada/01-Powers-1.ipynb")
-    assert "01-Powers.ipynb was refused (it came late)" in one().flags[0].text
+def test_a_late_file_alone_is_refused_if_asked(submissions, solved_folder):
+    one = only(submissions, solved_folder, due=DUE, late="ignore")
+    assert (one.refused, [flag.kind for flag in one.flags]) == ("it came late", ["late"])
 
 
 @pytest.mark.slow
@@ -255,7 +242,7 @@ def test_a_zip_of_many_files_that_are_refused_is_one_row(submissions, solved_fol
         (b'{"nbformat": 3, "worksheets": []}', "format 3"),
         (b'{"nbformat": "\\u001b]0;owned\\u0007", "cells": []}', "format ?]0;owned?;"),
         (b'{"nbformat": 4, "cells": {"a": 1}}', "no list of cells"),
-        (b'{"nbformat": 4, "cells": [{"cell_type": "code", "source": 5}]}', "no exercise"),
+        (b'{"nbformat": 4, "cells": [1, null, {"cell_type": "code", "source": 5}]}', "no exercise"),
     ],
 )
 def test_a_file_that_is_no_notebook_is_refused_with_a_reason(
