@@ -13,8 +13,8 @@ VENV_PY = .venv/bin/python
 LABSUPPORT = $(PY) -m labsupport.cli
 WORK = work
 
-# Variables that would let packages from outside .venv in.
-unexport PYTHONPATH PYTHONHOME
+# Variables that would let packages from outside .venv in, or make each process compile them anew.
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export TORCH PYTHON
 
 # Some tests call make themselves; what this one was given (ARGS, say) is not meant for those.

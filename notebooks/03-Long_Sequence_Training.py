@@ -60,7 +60,7 @@ environment_card()
 # ## 3.1 · Why longer?
 #
 # SmolLM2, from notebook 2, reads source code that contains a passage of 128 tokens
-# twice, 1,024 tokens apart. It sees only the last 256, 896 or 1,024 tokens. How well does it predict the second
+# twice, 512 tokens apart. It sees only the last 128, 384 or 512 tokens. How well does it predict the second
 # occurrence? (*NLL*, the negative log-likelihood, is in nats a token; guessing blindly costs 10.8.)
 #
 # **Predict first**: how many times smaller is the NLL once the window reaches the first occurrence?
@@ -72,10 +72,13 @@ predicted_fall = None  # your guess, a number
 smollm2 = models.load_model("smollm2", dtype=torch.float32, device=device)
 passage = models.source_text("heapq")
 repeat = windows.with_repeat(
-    smollm2.tokenizer, models.source_text("argparse"), passage[passage.index("def merge(") :]
+    smollm2.tokenizer,
+    models.source_text("argparse"),
+    passage[passage.index("def merge(") :],
+    distance=512,
 )
 by_window = windows.nll_by_window(
-    smollm2.model, repeat.ids, repeat.target, [256, 896, repeat.distance]
+    smollm2.model, repeat.ids, repeat.target, [128, 384, repeat.distance]
 )
 fall = by_window.nll.iloc[0] / by_window.nll.iloc[-1]
 checks.compare_prediction("Fall of the NLL", predicted_fall, fall, "times")
@@ -331,7 +334,7 @@ both = [
 ]
 lengths = [8192, 16_384, 32_768, 65_536] if gpu else [512, 1024, 2048, 4096]
 limit = "60GiB" if gpu else "1GiB"
-steps = measure_training(tiny, lengths, strategies=both, limit=limit, max_seconds=0.4)
+steps = measure_training(tiny, lengths, strategies=both, limit=limit, max_seconds=0.2)
 memory = steps[steps.status == "ok"].pivot(
     index="seqlen", columns="backend", values="peak_memory_bytes"
 )
@@ -582,7 +585,7 @@ plotting.plot_memory_parts(
 
 # %%
 def peak_mib(**options):
-    return training.measure_step(tiny, seqlen=512, device=device, **options).peak_bytes / 2**20
+    return training.measure_step(tiny, seqlen=256, device=device, **options).peak_bytes / 2**20
 
 
 pd.Series(

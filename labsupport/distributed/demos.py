@@ -25,7 +25,6 @@ from labsupport.distributed.process_group import (
 )
 from labsupport.distributed.ring import last_ring_call, ring_attention, shard_sequence
 from labsupport.distributed.ring.attention import SHARD_LAYOUTS
-from labsupport.distributed.ring.oracle import errors_of, one_device, whole_ring
 from labsupport.distributed.sequence_parallel import shard_batch, shard_model
 from labsupport.profiling import measure_peak_memory
 from labsupport.training import (
@@ -53,27 +52,16 @@ def _group() -> Iterator[RankInfo]:
         cleanup_ddp()
 
 
-def ring_on_ranks(
-    *, seqlen: int = 512, timed: int = 4096, lengths: Sequence[int] = (1024, 2048)
-) -> dict[str, Rows]:
+def ring_on_ranks(*, timed: int = 4096, lengths: Sequence[int] = (1024, 2048)) -> dict[str, Rows]:
     """Demonstrate ring attention on the processes that `launch` started.
 
     Returns:
-        errors (of `seqlen` tokens): case, tensor, max, rmse, relative (norms), against float64 on
-            one device.
         losses: case, loss: of the `recall` decoder on a text of 2,048 bytes.
         spans (of `timed` tokens): layout, rank, what ("compute", "message"), start, end: seconds.
         memory: of `step_memory` (`lengths`).
     """
     with _group() as info:
-        whole = _draw(seqlen, info, count=4)
-        exact = one_device(whole)
         return {
-            "errors": [
-                {"case": layout, **row}
-                for layout in SHARD_LAYOUTS
-                for row in errors_of(whole_ring(info, whole, layout=layout), exact)
-            ],
             "losses": _losses(info),
             "spans": [row for layout in SHARD_LAYOUTS for row in _spans(info, layout, timed)],
             "memory": [_memory(info, length) for length in lengths],
@@ -216,7 +204,7 @@ def _memory(info: RankInfo, seqlen: int) -> dict[str, Any]:
     }
 
 
-def _draw(seqlen: int, info: RankInfo, count: int = 3) -> list[Tensor]:
+def _draw(seqlen: int, info: RankInfo) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(count, 1, seqlen, _HEADS, _HEAD_DIM, generator=generator)
+    drawn = torch.randn(3, 1, seqlen, _HEADS, _HEAD_DIM, generator=generator)
     return list(drawn.to(info.device).unbind(0))

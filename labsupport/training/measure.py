@@ -150,7 +150,7 @@ def _timed(step: TrainingStep, device: torch.device, max_seconds: float) -> dict
     repeats = 1
     if seconds[-1] <= LONG_STEP_S:
         timing = measure_time(
-            step.run, device=device, warmup=1, min_repeats=3, min_seconds=0.0,
+            step.run, device=device, warmup=0, min_repeats=3, min_seconds=0.0,
             max_seconds=max_seconds,
         )  # fmt: skip
         median, q1, q3, repeats = timing.median, timing.q1, timing.q3, timing.repeats

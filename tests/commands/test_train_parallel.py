@@ -37,8 +37,15 @@ def on_a_rank(arguments):
     [
         (["ring", "--attention", "native", "--save-memory", "loss=50"],
          r"ring: each sequence shared by 2 ranks(?s:.*)native ran on 2 ranks"),
-        (["fsdp", "--save-memory", "states"], "fsdp: sequences, and the model, shared by 2 ranks"),
-        (["ddp", "--save-memory", "checkpoint"], "ddp: sequences shared by 2 ranks"),
+        pytest.param(
+            ["fsdp", "--save-memory", "states"],
+            "fsdp: sequences, and the model, shared by 2 ranks",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["ddp", "--save-memory", "checkpoint"], "ddp: sequences shared by 2 ranks",
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_two_ranks_under_torchrun_take_the_steps_of_one_process(
