@@ -167,6 +167,7 @@ def check_roof(student: Student, seed: int = 0) -> None:
     """Exercise 4-1 (c): intensity, least time, and which ceiling bounds it."""
     rng = random.Random(seed)
     cases = [(4e12, 2e9, 800.0, 4000.0), (1e9, 1e9, 800.0, 4000.0)]
+    cases += [(4e10, 1e9, tflops, 4000.0) for tflops in (800.0, 80.0)]  # no fixed intensity decides
     for _ in range(6):
         work = rng.uniform(1e9, 1e13), rng.uniform(1e7, 1e10)
         cases.append((*work, rng.uniform(10, 999), 4000.0))

@@ -38,7 +38,7 @@ class RowWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__.lstrip("_")
-        self._exp_seen |= name in ("exp", "exp_", "exp2")
+        self._exp_seen |= name in ("exp", "exp_", "exp2", "logsumexp")
         first = args[0] if args and isinstance(args[0], Tensor) and args[0].ndim else None
         # max(a, b) of two tensors compares entry by entry: it reduces nothing.
         elementwise = name == "max" and len(args) > 1 and isinstance(args[1], Tensor)

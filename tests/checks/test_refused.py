@@ -345,6 +345,7 @@ EARLY = "m = torch.stack([b.amax(-1) for b in scores.split(block_size, -1)]).ama
     [
         (("scores.split(block_size, dim=-1)", "(scores,)"), "but a block has 10"),
         (("    for block", f"    {EARLY}\n    for block"), "reads the scores twice"),
+        (("scores.split(", "scores.chunk("), "but a block has 4"),
     ],
 )
 def test_more_than_one_look_at_one_block_is_refused(edit, said):
@@ -592,6 +593,12 @@ NOTHING = ("grad_hidden * grad_loss", "0 * grad_hidden")
 )  # fmt: skip
 def test_nothing_computed_is_no_merit_although_it_takes_no_memory(check, student, said):
     assert said in diagnosis(check, student)
+
+
+def test_no_fixed_intensity_parts_arithmetic_from_memory():
+    for ridge in (1, 100, 206):
+        edit = ("arithmetic >= memory", f"flops / moved > {ridge}")
+        assert "The longer time" in diagnosis(checks.check_roof, mutant(ex_4_1_cost.roof, edit))
 
 
 def test_favourites_and_theorems_do_not_pass_for_a_count():
