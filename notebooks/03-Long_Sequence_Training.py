@@ -11,8 +11,7 @@
 #
 # ![The longest sequence that trains in 16 GiB: 3,072 tokens with standard attention, 14,336 with FlashAttention, 41,984 with the loss in chunks, 1,048,576 with all remedies](../theory/figures/long-context-reach.png)
 #
-# The same model (GPT-2 small's shape) in the same 16 GiB: 3,072 tokens at first, and a million in the end (we tried no
-# more).
+# The same model (GPT-2 small's shape) in the same 16 GiB, measured: 3,072 tokens at first, a million at last.
 #
 # **After this notebook you can**
 #
@@ -141,7 +140,8 @@ table.dropna().round(2).rename(index="{:.1%} of the text".format)
 #
 # ## 3.2 · A position for every token
 #
-# Attention alone cannot tell "dog bites man" from "man bites dog". GPT-2 *learned* a vector for each of 1,024 positions,
+# Without a mask, attention cannot tell "dog bites man" from "man bites dog". GPT-2 *learned* a vector for each of 1,024
+# positions,
 # and has none for the 1,025th. *Rotary position embedding*, RoPE, has no last position: it rotates each pair of numbers
 # of a query or key by an angle that grows with the position.
 #
@@ -354,8 +354,8 @@ plotting.plot_memory(
 
 # %% [markdown]
 # The row marked *predicted* was not run: it needs more than the limit. With $N$ tokens, the memory of standard
-# attention grows with $N^2$, that of FlashAttention with $N$. It is less than 8 times, as the dotted part stays: 16
-# bytes a weight (4 for itself, 4 for its gradient, 8 for AdamW's averages). FlashAttention still computes all
+# attention grows with $N^2$, that of FlashAttention with $N$. It is less than 8 times, as one part stays: at the peak
+# 12 bytes a weight (4 for itself, 8 for AdamW's averages). FlashAttention still computes all
 # pairs: *its* time grows with $N^2$, that of the other layers with $N$, that of a step in between.
 #
 # ## 3.4 · The largest tensor is not attention's
@@ -515,8 +515,7 @@ plotting.plot_memory_parts(
 #
 # Every block adds what it keeps, the loss adds its logits, and the backward pass frees block by block.
 # *Checkpointing* (nothing to do with files) keeps only the input of each block, and computes the block again in the
-# backward pass. Eight lines count it. Read `block` (kept by a block) and `loss` (three tensors of logits, or a chunk
-# and a gradient); skip the rest.
+# backward pass. Eight lines count it. Read two lines: `block`, what a block keeps, and `loss`.
 
 
 # %%
@@ -539,7 +538,7 @@ def count(config, seqlen, savings):
 
 
 # %% [markdown]
-# Do they predict real steps? With a vocabulary of 16,384, 640 MiB and 2,048 tokens, we add one remedy at a time:
+# Do they predict real steps? With a vocabulary of 16,384, 2,048 tokens and a limit of 640 MiB, we add one remedy at a time:
 
 # %%
 words = DecoderConfig.preset("tiny", vocab_size=16_384)
@@ -787,7 +786,7 @@ for name, shape in {
 #
 # ![Four ranks on a circle: in step 1, the keys and values of the rank before have arrived](../theory/figures/ring-circle.png)
 #
-# So each step gives a result for *some* of the keys, with a softmax over those keys alone. How do we combine two of
+# Each step then gives a result for *some* of the keys, with a softmax over those keys alone. How do we combine two of
 # them? Try their plain average, with 16 keys in one part, 48 in the other:
 
 # %% tags=["nbval-check-output"]
@@ -805,7 +804,7 @@ print(f"the plain average is off by {error:.0%}")
 # The second part has three times as many keys, but the same weight. The right weight is the denominator of its softmax,
 # the sum of the exponentials of its scores. FlashAttention returns its logarithm, the *log-sum-exp* $L$. The figure
 # merges four parts of a row in two orders; each box contains a maximum $m$ and a sum $\ell$, with $L = m + \ln\ell$.
-# The last box is the same:
+# Both orders end in the same box:
 #
 # ![Four parts merged as a chain and as a tree: the last box is the same](../theory/figures/merge-orders.png)
 
@@ -1042,8 +1041,8 @@ plotting.plot_timeline(
 )
 
 # %% [markdown]
-# Counted in pairs, contiguous shards take 1.5 times as long as zigzag ones. Messages and other programs can hide that
-# in a measurement.
+# Counted in pairs, contiguous shards take 1.5 times as long as zigzag ones, and rank 0 waits two thirds of the time.
+# Messages hide a part of that.
 #
 # The purpose of the ring is to save memory. Each rank needs half of the activations (weights are not counted: each
 # rank has all):
@@ -1079,7 +1078,7 @@ table.astype(object).where(table.notna(), "–")
 
 # %% [markdown]
 # Without `no_sync`, DDP reduces four times as many bytes and gains nothing. FSDP stores half, and sends 1.5 times DDP's
-# bytes with one micro-batch: two gathers and a reduction, where an all-reduce counts as two. Use DDP if 16
+# bytes with one micro-batch (counted: two gathers and a reduction, where an all-reduce counts as two). Use DDP if 16
 # bytes per weight fit on one device, FSDP if they don't, and a ring if the *sequence* does not fit. [Chapter 11](../theory/11-several-devices.md) has their speed, measured on H200s.
 #
 # ## 3.13 · A fault to find
@@ -1206,8 +1205,9 @@ checks.check_accumulation(after_repair, seed=81)
 #
 # <details><summary>3. A model of 7 billion weights, AdamW in float32, 8 GPUs of 80 GB. DDP or FSDP? What if the sequence has a million tokens?</summary>
 #
-# 16 bytes per weight are 112 GB, so DDP does not fit; FSDP needs 14 GB on each GPU. At a million tokens, about 50 GiB
-# of activations come on top with every remedy. FSDP does not shard them. A ring does, and divides the work.
+# 16 bytes per weight are 112 GB, so DDP does not fit; FSDP needs 14 GB on each GPU. At a million tokens, about 54 GB of
+# activations come on top with every remedy: FSDP still just fits, but one GPU does the whole sequence. A ring shards
+# activations and work.
 # </details>
 #
 # ## Read on

@@ -470,7 +470,7 @@ print(models.attention_used(smollm2.model))
 # ### How fast?
 #
 # `exercise_4_3` is the lab's solution, `flash_triton` the same loop with tuned tiles. TFLOP/s, recorded on an H200
-# (forward, no mask, 16,384 tokens):
+# (forward, no mask, 4,096 and 16,384 tokens):
 
 # %% tags=["nbval-check-output"]
 speeds = load_run("exercise-h200").query("status == 'ok' and not causal")
@@ -478,7 +478,10 @@ speeds = speeds.pivot(index="backend", columns=["head_dim", "seqlen"], values="t
 print(speeds.sort_values((128, 16_384)).round().astype(int).to_string())
 tuned = load_run("tune-forward-h200").query("seqlen == 4096 and head_dim == 64 and not causal")
 slowest = tuned.median_ms.max() / tuned.median_ms.min()
-print(f"\nThe slowest of {len(tuned)} tilings of flash_triton takes {slowest:.1f} times as long.")
+print(
+    f"\nflash_triton, 4,096 tokens, head_dim 64: the slowest of {len(tuned)} tilings takes "
+    f"{slowest:.1f} times as long as the fastest."
+)
 
 
 # %% [markdown]
@@ -490,7 +493,8 @@ print(f"\nThe slowest of {len(tuned)} tilings of flash_triton takes {slowest:.1f
 #
 # ![Three timelines of the same work: in order, tensor cores are busy 59% of the time; pipelined within one group, 84%; with two groups that take turns, 100%.](../theory/figures/versions-overlap.png)
 #
-# cuDNN and FlashAttention-4 (`fa4`) give groups of threads different jobs, which Triton cannot express. Gluon, the language
+# At head_dim 128, cuDNN and FlashAttention-4 (`fa4`) lead: they give groups of threads different jobs, which Triton
+# cannot. Gluon, the language
 # below Triton, can: [chapter 5](../theory/05-from-v1-to-v4.md) builds `flash_gluon`.
 
 # %% [markdown]
@@ -753,8 +757,8 @@ print(labels.join(gigabytes.round(2)).to_string(index=False))
 
 # %% [markdown]
 # (*keys* and *queries* are the backward's two kernels.) At the multiprocessors, our count of the tiles' bytes is exact.
-# HBM delivers each tensor about once (a few percent less, and once 28% more), because what is read again mostly fits
-# into L2. The theorem counts the border in front of it.
+# HBM delivers each tensor about once (up to 6% less, once 28% more): what is read again mostly fits into L2. The
+# theorem counts border 1.
 
 # %% [markdown]
 # ## 4.5 · Enough programs?
@@ -801,8 +805,8 @@ plotting.plot_growth(
 
 # %% [markdown]
 # Version 1 takes nearly the same time for 16 times the work: 15 more multiprocessors join in, and 116 are still idle. *This* is
-# why version 2 splits the queries. It takes 12 times as long: two programs fit on each multiprocessor, so one head's 128
-# fill half of the device.
+# why version 2 splits the queries. Two programs share a multiprocessor: two heads take 1.5 times as long as one,
+# and sixteen need eight such rounds, 12 times.
 #
 # To a kernel, batch and heads are the same: independent work. Once the device is full, time grows with the work, in
 # steps: programs start in *waves* of as many as fit, and the last wave costs as much as a full one. With many waves that is
@@ -894,8 +898,9 @@ checks.check_held_out(held_out_error, seed=43)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now use it on a recorded run, `attention-h200`: the lengths 512, 4,096 and 16,384 are fitted, the three between them held out. The
-# lab's own predictor uses the same rows. It also counts tiles, exponentials, bytes, and a causal mask's diagonal.
+# Now use it on a recorded run, `attention-h200`: the lengths 512, 4,096 and 16,384 are fitted, the three between them
+# held out. The lab's predictor (*package*) uses the same rows. It also counts tiles, exponentials, bytes, and a causal mask's
+# diagonal.
 # **Predict first**: how large is the error of your two numbers for cuDNN, without a mask?
 
 # %%
@@ -929,9 +934,10 @@ checks.compare_prediction("Two numbers, cuDNN, no mask", predicted_error, cudnn,
 print(found.round(1).to_string(index=False))
 
 # %% [markdown]
-# Without a mask, two numbers predict cuDNN's times within about one percent. With a causal mask errors are two to six times as
+# Without a mask, two numbers predict cuDNN's times to about one percent. With a causal mask errors are two to six times as
 # large: a tile on the diagonal is computed whole, and half of it is thrown away. That costs time in proportion to $N$, which
-# neither number can express. Held-out rows show this. The package has a term for it: with a mask it is better in all three
+# neither number can express. Held-out rows show this. The lab's predictor has a term for it: with a mask it is better
+# in all three
 # rows. Without one its further terms are not needed, and it is worse.
 
 # %%
@@ -943,8 +949,8 @@ print(analysis.predict(asked, fitted))
 #
 # `transfer` applies section 4.6's model to a GPU that nobody measured, by its specification
 # (`data/hardware.csv`). It assumes that a program reaches the same share of each GPU's ceilings. The assumption is rough:
-# FlashAttention-2 reaches 50 to 73% of an A100's peak, and 35% of an H100's (papers of versions 2 and 3). At 73%, the case
-# below would take 2.4 ms on an A100, left of its bar. So even the interval is an estimate.
+# FlashAttention-2 reaches 50 to 73% of an A100's peak, and 35% of an H100's (papers of versions 2 and 3). At 73%, the
+# case below would take 2.4 ms on an A100, left of its bar. So even the interval is an estimate.
 
 # %%
 from labsupport.profiling.hardware import read_specs
@@ -988,7 +994,7 @@ plotting.plot_predictions(
 # | --- | --- |
 # | length | FlashAttention; for some hundred tokens, larger batches or `torch.compile` |
 # | dtype | bfloat16; float16 only where the range is known |
-# | `head_dim` | 128 rather than 64 for speed; kernels end at 256 |
+# | `head_dim` | 128 rather than 64 for speed, with a tuned kernel; kernels end at 256 |
 # | a causal mask | `causal=True`, never a mask tensor: it hides what could be skipped |
 # | decoding | grouped heads, and a kernel that splits the keys among programs |
 # | block sizes | leave them to the library, or tune |
@@ -1139,8 +1145,7 @@ checks.check_clock(after_repair, seed=46)
 # - Textbook attention spends much of its time on the softmax. A fused kernel's heart is a few lines; tiles, resources and
 #   overlap decide its speed.
 # - Long texts are bound by arithmetic, decode steps by bandwidth. Traffic grows like $N^2 d^2 / M$; HBM sees each tensor about once.
-# - Without a mask, two numbers predict cuDNN within one percent and FlashAttention-4 within 8; held-out rows show that a
-#   mask needs more.
+# - Without a mask, two numbers are off by about 1% for cuDNN and 8% for FlashAttention-4; a mask needs more.
 #
 # ### Three questions
 #
