@@ -133,6 +133,8 @@ O is divided by l inside the loop, and again after it; divide once, after the la
     m = m_new -> o, m = o / l.masked_fill(l == 0, 1.0)[..., None], m_new
 m is not updated: at the end of each block, m = m_new.
     m = m_new -> pass
+The log-sum-exp of a row that sees no key is -inf, not 0: m + log(l), with l = 0, gives that.
+    m + torch.log(l) -> (m + torch.log(l)).masked_fill(l == 0, 0.0)
 Hidden scores are a large negative number, not -inf: a query without keys then gets the mean of V.
     - seqlen_q, -torch.inf) -> - seqlen_q, -1e9)
 Hidden scores are 0, but exp(0) is 1: set them to -inf.
@@ -150,6 +152,9 @@ The causal mask is inverted: keys *after* i + seqlen_k - seqlen_q are hidden.
 Tiles are skipped too early: the last query of a block sees more keys than the first. Skip a tile
 only if the last one sees none of its keys.
     s = q -> if is_causal and j > i + seqlen_k - seqlen_q: break\n            s = q
+Tiles are skipped too early: the loop ends at the tile that the mask cuts, and its visible keys are
+missing. Skip a tile only if the block's last query sees none of its keys.
+    s = q -> if is_causal and j + block_k > i + block_q + seqlen_k - seqlen_q: break\n            s = q
 Tiles are skipped as if the mask were aligned top-left: query i sees keys up to
 i + seqlen_k - seqlen_q.
     s = q -> if is_causal and j >= i + block_q: break\n            s = q

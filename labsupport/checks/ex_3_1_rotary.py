@@ -90,6 +90,8 @@ The pairs are right, but the result interleaves them: join the halves with torch
 It turns the other way round, by -angle: x' = x cos - y sin and y' = y cos + x sin.
     cos - second -> cos + second
     cos + first -> cos - first
+There is a minus too many: x' = x cos - y sin, but y' = y cos + x sin.
+    cos + first -> cos - first
 A minus is missing: x' = x cos - y sin. With two plus signs it is no rotation.
     cos - second -> cos + second
 Only the cosines are used: each number of a pair also needs the other's sine.

@@ -64,7 +64,7 @@ def attention_cost(
 
 
 FLOP_MISTAKES = mistakes("""
-A multiply-add counts as 2 FLOPs: 2 * head_dim for each visible pair and product.
+It is half: a multiply-add counts as 2 FLOPs, and the forward has two products, the backward five.
     10 if backward else 4 -> 5 if backward else 2
 Every query head computes its own scores: count heads, not kv_heads.
     batch * heads * pairs -> batch * kv_heads * pairs

@@ -54,6 +54,8 @@ the room grew from 6 to 14
     max(end, 2 * room) -> 2 * max(end, room)
 were replaced 97 times
     max(end, 2 * room) -> end
+but only 16 came
+    if end > room -> if True
 """)
 CAREFUL = mistakes("""
 a number like -1e9 is beyond it
