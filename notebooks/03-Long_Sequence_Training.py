@@ -11,7 +11,7 @@
 #
 # ![The longest sequence that trains in 16 GiB: 3,072 tokens with standard attention, 14,336 with FlashAttention, 41,984 with the loss in chunks, 1,048,576 with all remedies](../theory/figures/long-context-reach.png)
 #
-# The same model (GPT-2 small's shape) in the same 16 GiB, measured: 3,072 tokens at first, a million at last.
+# The same model (GPT-2 small's shape) in the same 16 GiB, measured: 3,072 tokens at first, finally a million.
 #
 # **After this notebook you can**
 #
