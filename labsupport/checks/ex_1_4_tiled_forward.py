@@ -154,7 +154,8 @@ only if the last one sees none of its keys.
     s = q -> if is_causal and j > i + seqlen_k - seqlen_q: break\n            s = q
 Tiles are skipped too early: the loop ends at the tile that the mask cuts, and its visible keys are
 missing. Skip a tile only if the block's last query sees none of its keys.
-    s = q -> if is_causal and j + block_k > i + block_q + seqlen_k - seqlen_q: break\n            s = q
+    cols = slice -> last = i + block_q + seqlen_k - seqlen_q\n            cols = slice
+    s = q -> if is_causal and j + block_k > last: break\n            s = q
 Tiles are skipped as if the mask were aligned top-left: query i sees keys up to
 i + seqlen_k - seqlen_q.
     s = q -> if is_causal and j >= i + block_q: break\n            s = q

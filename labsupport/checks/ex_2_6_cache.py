@@ -197,7 +197,7 @@ def replayed(cache: Any, pieces: Pieces) -> History:
             x if isinstance(x, Tensor) and x.ndim == 4 else k[:, :, :0] for x in (one.k, one.v)
         ]
         room = min(x.shape[2] for x in buffers)
-        if room > 1000 * given[0].shape[2]:  # before a cache that doubles each time fills the memory
+        if room > 1000 * given[0].shape[2]:  # it would fill the memory
             raise ValueError(f"there is room for {room} tokens, but only {given[0].shape[2]} came")
         new = buffers[0].untyped_storage().data_ptr() != kept[-1].untyped_storage().data_ptr()
         kept.append(buffers[0])  # or its memory could be the next one's
