@@ -38,6 +38,7 @@ def pytest_addoption(parser):
 def chromium():
     """The browser, as Playwright drives it."""
     sync_api = pytest.importorskip("playwright.sync_api")
+    sync_api.expect.set_options(timeout=20_000)  # milliseconds: a busy machine paints late
     with sync_api.sync_playwright() as playwright:
         path = os.environ.get("CHROMIUM") or None
         browser = playwright.chromium.launch(executable_path=path, args=OPTIONS.split())
