@@ -745,7 +745,7 @@ for run in orders.itertuples():
 # ![One query: the tile has two of the eight entries in its rows of P and dP, and all of its rows of O and dO.](../theory/figures/row-and-tile.png)
 #
 # The way out: put step 1 into step 2, and take $dO$ out of the sum.
-# $D = \sum_k P_k\,(dO \cdot v_k) = dO \cdot \sum_k P_k v_k = dO \cdot O$, here $3 \cdot 5 = 15$. No key is left in it: every
+# $D = \sum_k P_k\,(dO \cdot v_k)$ $= dO \cdot \sum_k P_k v_k$ $= dO \cdot O$, here $3 \cdot 5 = 15$. No key is left in it: every
 # tile has the query's $dO$ and $O$. The same for six queries, with vectors of eight numbers:
 
 # %% tags=["nbval-check-output"]
