@@ -249,7 +249,7 @@ pd.DataFrame(
 # ![Textbook attention: four kernels pass S and P on through the slow memory, in six trips. FlashAttention: one kernel reads Q, K, V and writes O.](../theory/figures/textbook-passes.png)
 #
 # A *kernel* is a function that the device runs in one go, as many copies, called *programs*, each with its own part of
-# the data. PyTorch runs four, with six trips of $N \times N$ numbers; without the scaling, four.
+# the data. PyTorch runs four: together, six trips of $N \times N$ numbers; without the scaling, four trips.
 #
 # Two things take time: moving the bytes, and the arithmetic, $4N^2d$ floating-point operations (FLOPs) per head. Guess:
 # on an H200, with four trips at 4,096 tokens, moving the bytes takes how many times as long as the arithmetic?
@@ -602,7 +602,7 @@ else:
 # %% [markdown]
 # The next cell measures the textbook (`standard`), your function (`mine`) and PyTorch's FlashAttention kernel
 # (`sdpa_flash`; on an older GPU `sdpa_efficient`), with the same inputs, without a mask. It takes up to a minute. Each
-# line of your function is a kernel, which costs time; its small tiles save memory, on a CPU also time. Guess: at
+# line of your function is a kernel, which costs time; its small tiles save memory, in long texts also time. Guess: at
 # 4,096 tokens, PyTorch's kernel is how many times as fast as the textbook?
 
 # %%
@@ -651,7 +651,7 @@ plotting.plot_memory(
 # ### Out of memory is a result
 #
 # At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure, so that your machine does
-# not freeze; on a GPU it tries, and catches the error.
+# not freeze (allowing twice the formula); on a GPU it tries.
 
 # %%
 cases = grid(["standard"], [262_144], heads=heads, head_dim=head_dim, dtype="float32")

@@ -553,7 +553,7 @@ masks.pivot(index="backend", columns="model", values=["GFLOPs needed", "time, ms
 
 # %% [markdown]
 # A causal call needs half of the GFLOPs. Less than half of the *time* goes away: tiles on the diagonal are computed in
-# full. The textbook saves nothing.
+# full. The textbook saves nothing: hiding takes extra time.
 #
 # What else changes the gain? Recorded in one run:
 #
@@ -732,7 +732,7 @@ serving.round(1)
 
 # %% [markdown]
 # At this length, a decode step gains nothing from FlashAttention, or loses. Its scores are one *row* per head, so there
-# is no N × N to avoid. With either attention it reads all weights and the whole cache once, and a small model waits even
+# is no N × N to avoid. With either attention it reads all weights and the whole cache, and a small model waits even
 # longer for Python, which starts hundreds of small operations.
 #
 # Eight requests share one reading of the weights, so their step takes far less than eight times as long.
@@ -1055,7 +1055,7 @@ for name, one in (("float32", model), ("the policy", half)):
 FlashAttentionConfig()
 
 # %% [markdown]
-# Half the bytes, and the model predicts as well as before, although every layer now rounds to three digits: rounding
+# Half the bytes, and the model predicts as well as before, although every layer now rounds to two or three digits: here, the
 # errors average out. An overflow does not.
 #
 # ## What you measured
