@@ -741,8 +741,8 @@ checks.compare_prediction(
 # ![Traffic against the size of the fast memory: FlashAttention's falls in proportion, the textbook's only up to a point.](../theory/figures/io-traffic.png)
 #
 # Not quite 4: $Q$ and $O$ pass only once. Only the extra *memory* is $O(N)$. For each block of queries all keys and values
-# pass: the traffic *grows like* $N^2 d^2 / M$ (theorem 2 of the FlashAttention paper). The constant depends on the tiles
-# . [Count what passes](further/counting.ipynb) derives it.
+# pass: the traffic *grows like* $N^2 d^2 / M$ (theorem 2 of the FlashAttention paper). The constant depends on the tiles.
+# [Count what passes](further/counting.ipynb) derives it.
 #
 # On a GPU, $M$ belongs to *one* multiprocessor. NVIDIA's Nsight Compute counts bytes at borders 1 and 3 of the drawing (the
 # lab's kernels, recorded on an H200):

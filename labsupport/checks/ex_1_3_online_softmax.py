@@ -109,7 +109,8 @@ def check_running_extremes(student: Student, seed: int = 0) -> None:
             raise CheckFailed(
                 f"{where}m starts at the number {m.max():.4g}, and stays there: start at -inf."
             )
-        _judge(student, scores[None], 2, where, allowed=1e-3)  # a log-sum-exp near 1000 is rounded
+        # A log-sum-exp near 1000 is rounded.
+        _judge(student, scores[None], 2, where=where, allowed=1e-3)
     passed("no overflow, no NaN, and an empty row keeps m = -inf, l = 0", seed)
 
 
@@ -140,18 +141,8 @@ def check_running_streams(student: Student) -> None:
     passed("one block at a time, and each block once")
 
 
-def _judge(
-    student: Student, scores: Tensor, block: int, where: str = "", allowed: float | None = None
-) -> None:
-    judge_call(
-        student,
-        running_max_and_sum,
-        MISTAKES,
-        (scores, block),
-        NAMES,
-        where=where,
-        allowed=allowed,
-    )
+def _judge(student: Student, scores: Tensor, block: int, **options: Any) -> None:
+    judge_call(student, running_max_and_sum, MISTAKES, (scores, block), NAMES, **options)
 
 
 def require_maximum(result: Any, scores: Tensor) -> None:
