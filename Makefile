@@ -85,7 +85,7 @@ test-browser: setup fetch
 screenshots: setup fetch
 	@PY="$(PY)" scripts/extra.sh browser
 	CHROMIUM="$$(PY="$(PY)" scripts/chromium.sh)" $(PYTEST) -m browser --screenshots $(ARGS) \
-		tests/browser/test_exercise.py tests/browser/test_explorer.py tests/browser/test_run_all.py
+		tests/browser/test_explorer.py tests/browser/test_run_all.py
 
 # A warning is an error; `make book ARGS="-b linkcheck"` asks the outside addresses.
 book: setup

@@ -5,7 +5,6 @@ cells have run is asked of JupyterLab itself: a long notebook does not show all 
 """
 
 import re
-import textwrap
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -139,36 +138,19 @@ class Student:
             return output
 
     def write(self, cell, source):
-        """Replace what stands in a cell."""
+        """Replace what stands in a cell, and wait until the notebook has it."""
         self.show(cell).locator(".cm-content").click()
         self.page.keyboard.press("ControlOrMeta+A")
         self.page.keyboard.insert_text(source)
+        self.page.wait_for_function(
+            f"([index, source]) => ({CELLS})()[index].source === source", arg=[cell.index, source]
+        )
 
     def _wait(self, wanted, newest, within):
         self.page.wait_for_function(
             DONE, arg=[[cell.index for cell in wanted], newest], timeout=within * SECOND
         )
 
-    def rewrite(self, text, line, lines):
-        """In the cell that holds a text, type other lines of Python in place of one."""
-        here = self.show(self.find(text))
-        here.locator(".cm-line", has_text=line).first.click()
-        keyboard = self.page.keyboard
-        keyboard.press("End")
-        keyboard.press("Shift+Home")
-        depth = None
-        for wanted in textwrap.dedent(lines).strip().split("\n"):
-            if depth is not None:
-                keyboard.press("Enter")  # the editor indents like the line before, or deeper
-                for _ in range(depth - _depth(wanted)):
-                    keyboard.press("Backspace")
-            keyboard.type(wanted.strip())
-            depth = _depth(wanted) + wanted.endswith(":")
-
 
 def _newest(cells):
     return max(cell.count or 0 for cell in cells)
-
-
-def _depth(line):
-    return (len(line) - len(line.lstrip())) // 4

@@ -90,6 +90,10 @@ def test_a_student_gets_through(path, lab, copy, student, album, picture):
             assert "Check failed" in said, exercise
             assert "Traceback" not in said, exercise
             album(f"{exercise}-wrong")
+            if exercise == "ex-1-1-textbook-attention":
+                assert "The scores are not divided by sqrt(head_dim)" in said
+                student.show(cell)
+                picture("exercise")
         if exercise in solutions:
             student.write(cell, solutions[exercise])
         if cell.kind == "code":
