@@ -21,7 +21,7 @@
 # - write FlashAttention's forward pass, and measure it beside fast kernels;
 # - judge a numerical error, and choose between float16 and bfloat16.
 #
-# **Time**: about 150 minutes (estimated), of which the exercises take 105. A good place to pause: after 1.6.
+# **Time**: about 150 minutes (estimated), of which the exercises take 105. Good places to pause: after 1.4 and 1.6.
 #
 # **You need** PyTorch (tensors, `matmul`), but no CUDA and no GPU.
 #
@@ -636,8 +636,8 @@ plotting.plot_time(
 
 # %% [markdown]
 # At 512 tokens there is little memory to save, and on some
-# machines the textbook wins: "FlashAttention is always faster" is **a common error**. The gain usually grows with the
-# length.
+# machines the textbook wins: "FlashAttention is always faster" is **a common error**. The textbook's time jumps where
+# its scores outgrow the processor's cache.
 
 # %%
 saving = longest.peak_memory_bytes["standard"] / longest.peak_memory_bytes[mine]
