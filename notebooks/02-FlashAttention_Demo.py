@@ -1009,20 +1009,10 @@ with torch.inference_mode():
 # | loss | float32, from the logits on | no | steps are coarse, and gradients become 0 |
 # | gradients | scale the loss for float16 | no | small ones become 0 |
 #
-# Each row has an experiment:
-
-# %%
-from labsupport.precision.experiments import RULES
-
-for rule in RULES:
-    if rule.component not in ("allowed error", "float32 products"):
-        table = rule.experiment()
-        print(f"{rule.component}: {rule.figure(table.set_index(table.columns[0]))}")
-
-# %% [markdown]
-# [Chapter 6](../theory/06-precision.md#mixed-precision-training) explains them. A `FlashAttentionConfig` is such a
-# table for one model, and `apply_precision_policy` applies it. The default, on a CPU too: all is bfloat16 but norm
-# statistics, loss and optimizer.
+# [Chapter 6](../theory/06-precision.md#mixed-precision-training) explains the rows, and
+# [further/precision](further/precision.ipynb) shows each in an experiment. A `FlashAttentionConfig` is such a table for
+# one model, and `apply_precision_policy` applies it. The default, on a CPU too: all is bfloat16 but norm statistics,
+# loss and optimizer.
 
 # %%
 import copy

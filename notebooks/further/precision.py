@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Which dtype on which device
 #
-# **Time** about 30 minutes. **You need** notebook 2, section 2.10.
+# **Time** about 32 minutes. **You need** notebook 2, section 2.10.
 # **Exercise** 2-5, 4 bonus points, beside the 100 of the four notebooks. **Theory** chapter
 # [6, Precision](../../theory/06-precision.md#mixed-precision-training).
 
@@ -168,4 +168,13 @@ print(f"weights: {weights[0]:.0f} MiB in float32, {weights[1]:.0f} MiB under the
 #
 # ![Recorded: a small GPT-2 trained under several policies. bfloat16, and float16 with a scaled loss, follow float32 more closely than another seed does; float16 with an unscaled loss does not.](../../theory/figures/gpt2-policies.png)
 #
-# [Training in low precision](low-precision-training.ipynb) has the exercise for it.
+# [Training in low precision](low-precision-training.ipynb) has the exercise for it. The next cell has an experiment for
+# each row of the table in section 2.10:
+
+# %%
+from labsupport.precision.experiments import RULES
+
+for rule in RULES:
+    if rule.component not in ("allowed error", "float32 products"):
+        table = rule.experiment()
+        print(f"{rule.component}: {rule.figure(table.set_index(table.columns[0]))}")
