@@ -213,7 +213,7 @@ ASKED = {
     "LAB-19 batch, length, heads": (4, "plot_growth"),
     "LAB-20 when to use what, and traps": (4, "usual traps"),
     "LAB-21 other hardware": (4, "hardware"),
-    "LAB-21 a prediction": (4, "def held_out_error"),
+    "LAB-21 a prediction": (4, "two_numbers.predict_time"),
     "LAB-22 PrecisionTracker": (2, "PrecisionTracker"),
     "LAB-23 casts that say what they did": (1, "safe_flash_attention"),
     "LAB-24 a policy applied": (2, "apply_precision_policy"),

@@ -232,7 +232,7 @@ def plot_predictions(table: pd.DataFrame, *, title: str, small_print: str = "") 
     figure = Chart(figsize=(8.8, 1.9 + 0.36 * len(table)))
     axes, rows = figure.subplots(), range(len(table))
     axes.hlines(rows, table["low_ms"], table["high_ms"], color=BLUE, linewidth=5, alpha=0.35,
-                label="90% of measurements are expected here")  # fmt: skip
+                label="90% interval")  # fmt: skip
     axes.plot(table["ms"], rows, "o", color=BLUE, label="predicted")
     if "bound_ms" in table:
         axes.plot(table["bound_ms"], rows, "|", color=GREY, markersize=13, gid="reference",

@@ -9,10 +9,9 @@
 # %% [markdown]
 # # Reading a profile
 #
-# **Time** about 41 minutes (estimated). **You need** notebook 4, sections 4.1 and 4.6.
-# **Exercises** 4-8 and 4-5, 5 bonus points, beside the 100 of the four notebooks. **Theory** chapters
-# [8, Performance model](../../theory/08-performance-model.md#reading-a-kernels-counters), [10, Field
-# guide](../../theory/10-field-guide.md#choose).
+# **Time** about 25 minutes (estimated). **You need** notebook 4, section 4.1.
+# **Exercise** 4-8, 2 bonus points, beside the 100 of the four notebooks. **Theory** chapter
+# [8, Performance model](../../theory/08-performance-model.md#reading-a-kernels-counters).
 
 # %%
 import math
@@ -22,8 +21,8 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from labsupport import analysis, checks, plotting
-from labsupport.profiling import Case, environment_card, load_run
+from labsupport import checks, plotting
+from labsupport.profiling import environment_card, load_run
 
 torch.manual_seed(0)
 environment_card()
@@ -215,7 +214,6 @@ rows = [
 stalls = pd.DataFrame(rows, columns=["backend", "kernel for", "waits most for", "share"])
 stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_numpy())
 
-
 # %% [markdown]
 # | reason | a warp waits |
 # | --- | --- |
@@ -231,141 +229,3 @@ stalls.set_index("backend").assign(share=stalls.share.map("{:.0%}".format).to_nu
 # FlashAttention (`sdpa_flash`) the largest share is `wait`, the latency of instructions that depend on each other, as
 # in any dense arithmetic. The lab's Triton kernel has no such peak: its largest share, little more than
 # a quarter, is waiting for loads. [Chapter 8](../../theory/08-performance-model.md#reading-a-kernels-counters) reads a report further.
-
-# %% [markdown]
-# ## Choose, with a table
-#
-# Now decide with numbers. You get a workload, a memory limit, a dtype, and a table of times, some measured, some
-# predicted.
-#
-# ### Exercise 4-5 · Choose
-# ●●○ · useful · 16 minutes · 3 bonus points
-#
-# `choose(table, *, memory_bytes, dtype) -> str | None`
-#
-# `table` is a DataFrame with the columns `backend`, `dtype` (such as `"bfloat16"`), `source` (`"measured"` or
-# `"predicted"`), `status` (`"ok"`, or why not), `ms` and `peak_memory_bytes`. A backend has at most one row for each
-# dtype and source. Don't change the table.
-#
-# 1. Only rows of the `dtype` count. Where a backend has a measured row, its predicted one does not count, whatever the measured one
-#    says.
-# 2. Only rows with status `"ok"` and `peak_memory_bytes <= memory_bytes` are left.
-# 3. Times up to 5% above the fastest of those that are left are a *tie*: the one with the least memory wins.
-#
-# Return the backend's name, or `None` if nothing is left.
-#
-# <details><summary>Hint 1: a nudge</summary>
-#
-# In which order must you apply the three rules? Think of a backend that ran out of memory when measured, and that also
-# has a prediction.
-#
-# <details><summary>Hint 2: the idea</summary>
-#
-# `isin` finds the backends that were measured. The 5% count from the fastest row that is *left*. `idxmin` returns a row's label, with
-# which `.loc` finds the name. `table["dtype"]` is the column; so is `table["backend"]`.
-#
-# <details><summary>Hint 3: an outline</summary>
-#
-# ```text
-# rows of the dtype  ->  measured rows, and predicted ones whose backend was not measured
-#                    ->  status "ok" and within the memory;  None if no row is left
-#                    ->  ms at most 1.05 times the least  ->  the one with the least memory: its backend
-# ```
-# </details>
-# </details>
-# </details>
-
-
-# %% nbgrader={"grade": false, "grade_id": "ex-4-5-choose", "locked": false, "schema_version": 3, "solution": true, "task": false}
-def choose(table, *, memory_bytes, dtype):
-    """The backend to take, or None."""
-    ### BEGIN SOLUTION
-    rows = table[table["dtype"] == dtype]
-    measured = rows[rows.source == "measured"].backend
-    rows = rows[(rows.source == "measured") | ~rows.backend.isin(measured)]
-    rows = rows[(rows.status == "ok") & (rows.peak_memory_bytes <= memory_bytes)]
-    if rows.empty:
-        return None
-    tied = rows[rows.ms <= 1.05 * rows.ms.min()]
-    return tied.loc[tied.peak_memory_bytes.idxmin(), "backend"]
-    ### END SOLUTION
-
-
-# %% nbgrader={"grade": true, "grade_id": "ex-4-5-choose-limits", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_choice_limits(choose)
-### BEGIN HIDDEN TESTS
-checks.check_choice_limits(choose, seed=51)
-### END HIDDEN TESTS
-
-# %% nbgrader={"grade": true, "grade_id": "ex-4-5-choose-ties", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_choice_ties(choose)
-### BEGIN HIDDEN TESTS
-checks.check_choice_ties(choose, seed=52)
-### END HIDDEN TESTS
-
-# %% nbgrader={"grade": true, "grade_id": "ex-4-5-choose-sources", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
-checks.check_choice_sources(choose)
-### BEGIN HIDDEN TESTS
-checks.check_choice_sources(choose, seed=53)
-### END HIDDEN TESTS
-
-# %% [markdown]
-# An H200, batch 4, 16 heads of 64, no mask, forward. Some lengths were measured, others are only predicted. **Predict
-# first**: which backend for 512 tokens, which for 16,384?
-
-# %%
-predicted_choices = None  # your guess: two names
-
-# %%
-recorded = load_run("attention-h200")
-model, _ = analysis.calibrate_run("attention-h200")
-
-
-def options(seqlen):
-    """Measured and predicted rows of a length, as `choose` wants them."""
-    measured = recorded.query("direction == 'forward' and not causal and seqlen == @seqlen")
-    measured = measured.rename(columns={"median_ms": "ms"}).assign(source="measured")
-    rows = []
-    for name in model.backends("bfloat16", "forward"):
-        case = Case(name, seqlen, batch=4, heads=16, dtype="bfloat16")
-        found = analysis.predict(case, model)
-        rows.append([name, "bfloat16", "predicted", "ok", found.ms, found.peak_memory_bytes])
-    columns = ["backend", "dtype", "source", "status", "ms", "peak_memory_bytes"]
-    return pd.concat([measured[columns], pd.DataFrame(rows, columns=columns)], ignore_index=True)
-
-
-own_choose = checks.solution_or_reference(
-    choose, checks.ex_4_5_choose.choose, checks.check_choice_limits, checks.check_choice_sources
-)
-
-# %% tags=["nbval-check-output"]
-for n, limit in (
-    (512, 4096),
-    (1536, 4096),
-    (4096, 4096),
-    (12_288, 4096),
-    (16_384, 4096),
-    (16_384, 64),
-):
-    table = options(n)
-    source = "measured" if (table.source == "measured").any() else "predicted"
-    taken = own_choose(table, memory_bytes=limit * 2**20, dtype="bfloat16")
-    print(f"{n:6} tokens, {limit:4} MiB: {taken}, {source}")
-
-# %% [markdown]
-# ![Time of each implementation over the fastest one, by length, on an H200: from 2K tokens on fa4 and cuDNN lead; below, the cost of a call from Python decides.](../../theory/figures/field-choice.png)
-#
-# Compare with your guess. At 16,384 tokens the output alone has 128 MiB, so nothing fits into 64. At 1,536 the
-# prediction prefers FlashAttention-4, although cuDNN was faster in the measurements at 1,024 and 2,048. The difference
-# is smaller than the error of such predictions (notebook 4, section 4.6).
-#
-# `labsupport.analysis.recommend` does the same from a model, and gives its reasons. It also lists the candidates that a
-# prediction cannot distinguish: measure those.
-
-# %%
-from labsupport.analysis.recommend import recommend
-
-workload = Case(
-    "any", 3072, batch=4, heads=16, dtype="bfloat16", causal=True, direction="forward+backward"
-)
-print(recommend(workload, model))
