@@ -121,6 +121,7 @@ def test_the_command_starts_its_processes_itself(capfd):
 # --- bench ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_columns_mean_what_they_say(workers):
     chosen = settings(["native", "flash_torch"], ["zigzag", "contiguous"])
     (rows, printed), (nothing, _) = workers.run(benched, {}, (), chosen)

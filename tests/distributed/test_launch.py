@@ -87,6 +87,7 @@ def test_each_rank_returns_its_result_and_rank_0_is_shown_as_it_comes(capfd):
     assert capfd.readouterr().out == "progress\r" + "rank 0 says Größe\n" * 2_000
 
 
+@pytest.mark.slow
 def test_an_exception_on_rank_1_is_the_error_and_not_what_it_does_to_rank_0():
     with pytest.raises(LaunchError) as caught:
         launch(fail_on_one)

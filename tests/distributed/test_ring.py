@@ -149,6 +149,7 @@ def test_pytorchs_own_kernel_gives_the_same(workers, function):
 
 
 @needs_interpreter
+@pytest.mark.slow
 def test_the_triton_kernels_interpreted_give_the_same(workers):
     options = {"length": 3, "dtype": torch.float32, "head_dim": 16, "kernel": "flash_triton"}
     options |= MASKS["wide window on both sides"]
