@@ -29,6 +29,8 @@ The scores are not divided by sqrt(head_dim): large head_dims then saturate the 
     / math.sqrt(q.shape[-1]) ->
 The scores are divided by head_dim; it must be its square root.
     math.sqrt(q.shape[-1]) -> q.shape[-1]
+The scores are multiplied by sqrt(head_dim), but they must be divided by it.
+    / math.sqrt -> * math.sqrt
 The scores are divided by 8 whatever the inputs: that is the square root of this notebook's global
 head_dim, 64. Take the function's own: q.shape[-1].
     math.sqrt(q.shape[-1]) -> 8.0

@@ -48,6 +48,8 @@ After a hidden block the next one is compared with 0, which is wrong when its sc
 Subtract 0 while m is -inf, but go on with m = -inf.
     m = m_new -> m = shift
     return m, -> return m.masked_fill(l == 0, -torch.inf),
+m is not updated: at the end of each block, m = m_new.
+    m = m_new -> pass
 m starts at 0, which is wrong when all scores are negative: start at -inf.
     -torch.inf, dtype -> 0.0, dtype
 The last, shorter block is left out.
@@ -56,6 +58,8 @@ m is right, but l is not rescaled when m rises: multiply the old l by exp(m - m_
     l * (m - shift).exp() -> l
 Each block was summed under its own maximum, and the sums were added.
     l * (m - shift).exp() -> l
+    shift[..., None] -> block.amax(-1, True).nan_to_num(neginf=0)
+The block's own maximum is subtracted from its scores: subtract the larger of it and m, m_new.
     shift[..., None] -> block.amax(-1, True).nan_to_num(neginf=0)
 A row that is -inf throughout keeps m = -inf and l = 0, but exp(-inf - (-inf)) is NaN: subtract 0
 while m is -inf.
@@ -76,6 +80,8 @@ m_new is not subtracted from the scores of a block, so exp overflows for large s
     - shift[..., None] ->
 The old maximum is subtracted from the new block: subtract the new one, m_new.
     block - shift[..., None] -> block - m[..., None]
+The old maximum is subtracted from the new block: subtract the new one, m_new.
+    block - shift[..., None] -> block - m[..., None].nan_to_num(neginf=0)
 """)  # noqa: E501
 ### END SOLUTION
 

@@ -149,6 +149,8 @@ The mask is applied although is_causal is False.
     if is_causal -> if True
 The causal mask is inverted: keys *after* i + seqlen_k - seqlen_q are hidden.
     key > query -> key <= query
+The causal mask is inverted: keys *after* i + seqlen_k - seqlen_q are hidden.
+    key > query -> key < query
 Tiles are skipped too early: the last query of a block sees more keys than the first. Skip a tile
 only if the last one sees none of its keys.
     s = q -> if is_causal and j > i + seqlen_k - seqlen_q: break\n            s = q
@@ -168,15 +170,29 @@ The causal mask is the triangle of the tile itself: count queries and keys from 
 sequence, not of the tile.
     torch.arange(rows.start, rows.stop -> torch.arange(rows.stop - rows.start
     torch.arange(cols.start, cols.stop -> torch.arange(cols.stop - cols.start
+The causal mask counts the keys from the start of the tile: count from the start of the sequence.
+    torch.arange(cols.start, cols.stop -> torch.arange(cols.stop - cols.start
+The causal mask counts the queries from the start of the tile: count from the start of the sequence.
+    torch.arange(rows.start, rows.stop -> torch.arange(rows.stop - rows.start
 The causal mask hides the query's own position too.
     key > query -> key >= query
 The last, shorter block of keys is left out: loop to seqlen_k.
     range(0, seqlen_k, block_k) -> range(0, seqlen_k // block_k * block_k, block_k)
+The loop over the keys ends at seqlen_q: it must end at seqlen_k.
+    range(0, seqlen_k -> range(0, seqlen_q
+The loop over the queries takes steps of block_k: it must take steps of block_q.
+    range(0, seqlen_q, block_q) -> range(0, seqlen_q, block_k)
+The function returns after the first block of queries: a `return` is indented too far.
+    lse[..., rows] = m + torch.log(l) -> lse[..., rows] = m + torch.log(l)\n        return out, lse
+P is multiplied by the values of `rows`: its columns are keys, so take those of `cols`.
+    v[..., cols, :] -> v[..., rows, :]
 A query without any key gives NaN: its m stays -inf, and -inf - (-inf) is NaN. Subtract 0 while m
 is -inf, and divide by 1 while l is 0.
     m_new.masked_fill(m_new == -torch.inf, 0.0) -> m_new
 It is log(l); the maximum that was subtracted is missing: m + log(l).
     m + torch.log(l) -> torch.log(l)
+It is m - log(l); the log-sum-exp is m + log(l).
+    m + torch.log(l) -> m - torch.log(l)
 It is m + l; the log-sum-exp is m + log(l).
     m + torch.log(l) -> m + l
 It is the running maximum; the log-sum-exp is m + log(l).

@@ -68,6 +68,8 @@ It is half: a multiply-add counts as 2 FLOPs, and the forward has two products, 
     10 if backward else 4 -> 5 if backward else 2
 Every query head computes its own scores: count heads, not kv_heads.
     batch * heads * pairs -> batch * kv_heads * pairs
+The batch is missing: each of its sequences has its own products.
+    batch * heads * pairs -> heads * pairs
 `causal` is ignored: hidden pairs are not computed.
     if causal -> if False
 The mask hides fewer than half of the pairs. The diagonal is visible, N (N + 1) / 2 of N^2 are left,
@@ -93,6 +95,12 @@ That counts numbers; a number of Q takes dtype.itemsize bytes.
     seqlen_q * 4 -> seqlen_q
 `dtype` is ignored: you always count 4 bytes a number.
     dtype.itemsize -> 4
+`dtype` is ignored: you always count 2 bytes a number.
+    dtype.itemsize -> 2
+`dtype` is ignored for the tensors of Q's size: a number of them takes dtype.itemsize bytes.
+    seqlen_q * heads * head_dim * dtype.itemsize -> seqlen_q * heads * head_dim * 2
+K and V have seqlen_k rows, not seqlen_q.
+    seqlen_k * kv_heads -> seqlen_q * kv_heads
 K and V have kv_heads heads: a group of query heads shares one, and it moves once.
     seqlen_k * kv_heads -> seqlen_k * heads
 L is missing: float32, one number for each query of each head.

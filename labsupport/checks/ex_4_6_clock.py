@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from labsupport.checks.causes import judge_cause
 from labsupport.checks.errors import CheckFailed, readable
@@ -69,6 +72,8 @@ The given program measures the same. Wait between the refill and the first readi
     gpu.launch("refill")\n        gpu.synchronize() -> gpu.launch("refill")
 You wait, but not between the refill and the first reading of the clock.
     gpu.synchronize()\n        start = gpu.now() -> start = gpu.now(); gpu.synchronize()
+You wait, but not between the refill and the first reading of the clock.
+    gpu.launch("refill")\n        gpu.synchronize() -> gpu.synchronize(); gpu.launch("refill")
 The refill's time is subtracted, and the time of a launch with it. Wait for the refill instead,
 before the clock starts.
     gpu.now() - start -> gpu.now() - start - 0.01
@@ -76,6 +81,14 @@ Nothing waits for the call before the clock is read again: this is the time of a
     gpu.launch("call")\n        gpu.synchronize() -> gpu.launch("call")
 The cache is not emptied before each call: the call finds its data there, and is too fast.
     gpu.launch("refill")\n        gpu.synchronize() -> gpu.synchronize()
+The cache is not emptied before each call: the call finds its data there, and is too fast.
+    gpu.launch("refill")\n        gpu.synchronize() -> pass
+The cache is emptied once, but from the second call on its data are there: empty it before each.
+    times = [] -> times = []; gpu.launch("refill"); gpu.synchronize()
+    gpu.launch("refill")\n        gpu.synchronize() -> pass
+The cache is emptied while the clock runs, after the call: empty it before the clock starts.
+    gpu.launch("refill")\n        gpu.synchronize() -> pass
+    gpu.synchronize()\n        times -> gpu.launch("refill"); gpu.synchronize(); times
 The clock starts before the cache is emptied.
     start = gpu.now()\n        gpu.launch -> gpu.launch
     gpu.launch("refill")\n        gpu -> start = gpu.now(); gpu.launch("refill")\n        gpu
@@ -110,23 +123,22 @@ def clock_cause() -> str:
 def check_clock(student: Student, seed: int = 0) -> None:
     """Exercise 4-6: the cause of wrong times, and the program without it."""
     cases = [(0.5, 2.0, 40.0, 9), (4.0, 0.25, 40.0, 1), (0.03, 1.0 + seed / 100, 7.0, 2)]
-    for case in cases:
-        *sizes, repeats = case
-        letter, ms = values(call(student, *case), ("cause", "the median"))
-        right = median_ms(VirtualGpu(*sizes), repeats)
-        known = results(
-            median_ms, CLOCK_MISTAKES, lambda f, s=sizes, n=repeats: f(VirtualGpu(*s), n)
-        )
-        ms = number(ms, "the median")
-        if not _equal_ms(ms, right):
-            say = explain(ms, known, _equal_ms)
+    given = [values(call(student, *case), ("cause", "the median")) for case in cases]
+
+    def run(median: Callable[..., float]) -> list[float]:
+        return [median(VirtualGpu(*sizes), repeats) for *sizes, repeats in cases]
+
+    times, right = [number(ms, "the median") for _, ms in given], run(median_ms)
+    for (work, refill, *_), ms, ours in zip(cases, times, right, strict=True):
+        if not math.isclose(ms, ours, abs_tol=1e-6):
+            say = explain(times, results(median_ms, CLOCK_MISTAKES, run, pairs=False), _equal_ms)
             raise CheckFailed(
-                f"A call of {sizes[0]} ms, with a refill of {sizes[1]} ms before it, was timed as "
-                f"{readable(ms)} ms; with its launch it takes {readable(right)} ms. {say}"
+                f"A call of {work} ms, with a refill of {refill} ms before it, was timed as "
+                f"{readable(ms)} ms; with its launch it takes {readable(ours)} ms. {say}"
             )
-        judge_cause(letter, clock_cause, CLOCK_CAUSES)
+    judge_cause(given[0][0], clock_cause, CLOCK_CAUSES)
     passed("the cause is named, and the clock sees the call alone", seed)
 
 
-def _equal_ms(a: float, b: float) -> bool:
-    return abs(a - b) < 1e-6
+def _equal_ms(some: Sequence[float], others: Sequence[float]) -> bool:
+    return all(map(partial(math.isclose, abs_tol=1e-6), some, others))
