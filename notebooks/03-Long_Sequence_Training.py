@@ -86,7 +86,7 @@ by_window.drop(columns="seen").round(2)
 # %% [markdown]
 # Nothing changes until the window reaches the first occurrence; then the model *copies* it. A long context pays where
 # something far away is needed again. `recall` is a small decoder, trained to find facts again in long lists and
-# dialogues. Here are the end of a dialogue and a question:
+# dialogues. The end of a dialogue, cut off, and a question:
 
 # %%
 unseen = recall.unseen_documents(count=2)  # 2,048 bytes each: two lists, two dialogues
@@ -147,7 +147,7 @@ table.dropna().round(2).rename(index="{:.1%} of the text".format)
 #
 # ![A fast and a slow pair at several positions; a query and a key, moved together, keep their angle](../theory/figures/rotary-turn.png)
 #
-# Turning keeps lengths, so it changes a dot product only through the angle *between* both: a score sees the
+# Turning keeps lengths, so it changes a dot product only by the angle *between* the two: a score sees the
 # tokens' distance.
 
 # %% [markdown]
@@ -318,7 +318,7 @@ assert back == right
 #
 # The `tiny` decoder has 4 layers of width 128, 4 heads, and reads bytes: 0.8 million weights. A *step* is forward,
 # backward, and the optimizer AdamW. We compare standard attention with FlashAttention in float32, within a limit of
-# memory. On a GPU, FlashAttention's kernels take only 16-bit numbers. So a similar kernel for float32 runs there.
+# memory. FlashAttention's GPU kernels take only 16-bit numbers: there, a similar kernel for float32 runs.
 #
 # **Predict first**: a sequence gets 8 times as long. How many times as much memory does a step with FlashAttention
 # take?
@@ -354,8 +354,8 @@ plotting.plot_memory(
 
 # %% [markdown]
 # The row marked *predicted* was not run: it needs more than the limit. With $N$ tokens, the memory of standard
-# attention grows with $N^2$, that of FlashAttention with $N$. It is less than 8 times, as one part stays: at the peak
-# 12 bytes a weight (4 for itself, 8 for AdamW's averages). FlashAttention still computes all
+# attention grows with $N^2$, that of FlashAttention with $N$. It is less than 8 times, as one part stays: 12 bytes a
+# weight (the dotted line's 16, less 4 for the gradient). FlashAttention still computes all
 # pairs: *its* time grows with $N^2$, that of the other layers with $N$, that of a step in between.
 #
 # ## 3.4 · The largest tensor is not attention's
@@ -504,7 +504,7 @@ plotting.plot_memory_parts(
 
 
 # %% [markdown]
-# The gradient of the weight alone takes 25 MiB, which no method can save.
+# The weight's gradient takes 25 MiB, which no method can save, and each chunk's addend to it 25 more.
 #
 # ## 3.5 · What a layer keeps, and the wall
 #
@@ -612,7 +612,8 @@ plan.assign(peak=(plan.peak_bytes / 2**30).round(1))[["remedy", "peak", "fits"]]
 # ## 3.6 · Many documents, one sequence
 #
 # Padding to the longest wastes most of the work. So documents are *packed*, one after the other, into one
-# sequence, and `cu_seqlens` says where each begins. Here is Python's own help, as bytes, in sequences of 2K, 4K and 8K:
+# sequence, and `cu_seqlens` says where each begins. Python's help, as bytes (the end of a
+# sequence cuts a document):
 
 # %%
 tokenizer = training.ByteTokenizer()
@@ -776,7 +777,7 @@ for name, shape in {
 # | **FSDP**, fully sharded data parallel | other sequences | parameters and gradients, layer by layer | parameters, gradients, AdamW's states |
 #
 # FSDP shrinks the 120 GiB of weights and states, so here it already makes the sequence fit. It does not shrink the 51
-# GiB that grow with $N$. Only the ring does, and divides the time too. Attention alone looks at other tokens; all other
+# GiB that grow with $N$. Only the ring does, and divides the time too. Only attention looks at other tokens; all other
 # layers work on any part of a sequence.
 #
 # ## 3.9 · A ring
@@ -829,7 +830,7 @@ print(f"the plain average is off by {error:.0%}")
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# One part has three keys, the other one, and all scores are equal. Which weights must the parts get? And what if the
+# Three keys in one part, one key in the other, all scores equal: which weights must the parts get? And what if the
 # query sees no key of the second part?
 #
 # <details><summary>Hint 2: the idea</summary>
@@ -1020,7 +1021,7 @@ by_case.round(3)
 
 # %% [markdown]
 # You would notice the first two. The third changes the loss by only 2%, and at each cut the model learns one wrong
-# label, in every step. So compare the loss with that of one device, to the last digits, before you train on several.
+# label, in every step. So compare the loss with that of one device, to five digits, before you train on several.
 #
 # When did each rank compute (blue), and when not? PyTorch's profiler recorded a forward pass over 4,096
 # tokens:
@@ -1042,7 +1043,7 @@ plotting.plot_timeline(
 
 # %% [markdown]
 # Counted in pairs, contiguous shards take 1.5 times as long as zigzag ones, and rank 0 waits two thirds of the time.
-# Messages hide a part of that.
+# Measured, it is less.
 #
 # The purpose of the ring is to save memory. Each rank needs half of the activations (weights are not counted: each
 # rank has all):
@@ -1058,7 +1059,7 @@ peaks.round(1)
 #
 # If the sequence fits on one device, $W$ ranks can train on $W$ times as many sequences per step. With DDP, each rank
 # computes its own *micro-batches*, the small batches between two updates; then an *all-reduce* averages the gradients.
-# `no_sync()` skips it in all micro-batches but the last. FSDP *shards* parameters, gradients and AdamW's states, and
+# `no_sync()` skips it in all micro-batches but the last (of four here). FSDP *shards* parameters, gradients and AdamW's states, and
 # gathers the parameters of a layer only while that layer computes. The same model, on two ranks in three ways:
 
 # %%
@@ -1077,8 +1078,8 @@ table = pd.DataFrame(
 table.astype(object).where(table.notna(), "–")
 
 # %% [markdown]
-# Without `no_sync`, DDP reduces four times as many bytes and gains nothing. FSDP stores half, and sends 1.5 times DDP's
-# bytes with one micro-batch (counted: two gathers and a reduction, where an all-reduce counts as two). Use DDP if 16
+# Without `no_sync`, DDP reduces four times as many bytes and gains nothing. FSDP stores half, and with one
+# micro-batch sends 1.5 times DDP's bytes: two gathers and a reduction, each half an all-reduce. Use DDP if 16
 # bytes per weight fit on one device, FSDP if they don't, and a ring if the *sequence* does not fit. [Chapter 11](../theory/11-several-devices.md) has their speed, measured on H200s.
 #
 # ## 3.13 · A fault to find
@@ -1090,8 +1091,8 @@ table.astype(object).where(table.notna(), "–")
 # ●●○ · useful · 10 minutes · 3 points
 #
 # *First* run the colleague's program and the cell after it: a table compares the gradient accumulated over four parts
-# with that of the whole batch. Then write `find_fault`. It returns the letter of the cause and a correct
-# `gradient_of_part`, which differs in one or two lines. The possible causes:
+# with that of the whole batch. Then write `find_fault`. It ends with `return letter, gradient_of_part`: a string,
+# and the function with one or two lines repaired. The possible causes:
 #
 # | | the cause |
 # | --- | --- |
@@ -1205,8 +1206,8 @@ checks.check_accumulation(after_repair, seed=81)
 #
 # <details><summary>3. A model of 7 billion weights, AdamW in float32, 8 GPUs of 80 GB. DDP or FSDP? What if the sequence has a million tokens?</summary>
 #
-# 16 bytes per weight are 112 GB, so DDP does not fit; FSDP needs 14 GB on each GPU. At a million tokens, about 54 GB of
-# activations come on top with every remedy: FSDP still just fits, but one GPU does the whole sequence. A ring shards
+# 16 bytes per weight are 112 GB, so DDP does not fit; FSDP needs 14 GB on each GPU. At a million tokens, 54 GB of
+# activations (3.8) come on top with every remedy: FSDP still just fits, but one GPU does the whole sequence. A ring shards
 # activations and work.
 # </details>
 #

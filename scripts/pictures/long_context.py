@@ -249,7 +249,7 @@ def reach(axes):
     d.plain(axes, "x")
     return (
         f"The same model, the same 16 GiB: from {longest[0]:,} tokens to {longest[-1]:,}",
-        "The longest sequence that trained: GPT-2 small's shape with RoPE, batch 1. Each row adds "
+        "The longest sequence tried that trained: GPT-2 small's shape with RoPE, batch 1. Each row adds "
         "a remedy.\nMeasured on an H200 with a limited allocator (the 16-bit stream: on an H100); "
         "data/runs/context-16gib-….",
     )
@@ -282,5 +282,5 @@ def rotary_turn(panels):
     return (
         "Each position turns a pair further; the angle between two depends on their distance alone",
         "One pair of numbers as an arrow, with its position. On the right, query and key move on "
-        "by four tokens (short arrows):\nthe angle between them is the same.",
+        "by four tokens (drawn short):\nthe angle between them is the same.",
     )
