@@ -11,7 +11,7 @@
 #
 # ![Speed of kernels on an H200 against FLOPs per byte: the textbook lies under the slope that the memory sets; two fused kernels reach 301 and 516 of the roof's 990 TFLOP/s.](../theory/figures/roofline-h200.png)
 #
-# All is the same mathematics on the same GPU; hollow points are the textbook's steps.
+# The same mathematics on the same GPU; hollow: the textbook's steps, by formula.
 #
 # **After this notebook you can**
 #
@@ -99,7 +99,7 @@ pd.concat(tables).droplevel(1)
 
 # %% [markdown]
 # Most of the rest goes to the softmax, which has hardly any FLOPs. It reads and writes $N \times N$ numbers, and on a CPU its
-# exponentials are slow too. FlashAttention is a single row: this profiler cannot see inside a fused kernel.
+# exponentials are slow too. FlashAttention's kernel is a single row: a profiler cannot see inside it.
 #
 # ### Four traps
 #
@@ -441,7 +441,7 @@ for name, kernel in kernels.items():
 # %% [markdown]
 # ### In a model
 #
-# An error of 0.001 comes from rounding the output to float16 alone. Now put your kernel into notebook 2's model.
+# Rounding the output to float16 is enough for an error of 0.001. Now put your kernel into notebook 2's model.
 
 # %%
 from labsupport.attention import register_backend
@@ -471,8 +471,8 @@ print(models.attention_used(smollm2.model))
 # %% [markdown]
 # ### How fast?
 #
-# `exercise_4_3` is the lab's solution, `flash_triton` the same loop with tuned tiles. TFLOP/s, recorded on an H200
-# (forward, no mask, 4,096 and 16,384 tokens):
+# `exercise_4_3` is the lab's solution, `flash_triton` the same loop with tuned tiles. TFLOP/s of one
+# run on an H200 (forward, no mask; other runs vary):
 
 # %% tags=["nbval-check-output"]
 speeds = load_run("exercise-h200").query("status == 'ok' and not causal")
@@ -487,10 +487,10 @@ print(
 
 
 # %% [markdown]
-# Speed depends on
+# At 4,096 tokens and head_dim 64, `exercise_4_3` reaches 63% of the fastest. Speed depends on
 #
 # - *tiles*, and how many are loaded ahead: kernels are tuned by measuring;
-# - *resources*: a program with many registers leaves no room for a second one on its multiprocessor;
+# - *resources*: a program that needs much fast memory leaves no room for another on its multiprocessor;
 # - *overlap*: the exponentials of one tile should be computed while tensor cores multiply another.
 #
 # ![Three timelines of the same work: in order, tensor cores are busy 59% of the time; pipelined within one group, 84%; with two groups that take turns, 100%.](../theory/figures/versions-overlap.png)
@@ -681,7 +681,7 @@ plotting.plot_roofline(
 
 # %% [markdown]
 # The textbook's FLOPs and bytes both grow with $N^2$, so its intensity stays: $4 N^2 d / (6 N^2 b) = 2d / 3b$ for six passes over
-# numbers of $b$ bytes, 10.7 in float32 with $d = 64$. (In float32 a decode step does half a FLOP for each byte.) FlashAttention moves to the right, under the flat part of the roof. The
+# numbers of $b$ bytes, 10.7 in float32 with $d = 64$. (In float32 a decode step does half a FLOP for each byte.) FlashAttention moves to the right, far beyond the ridge. The
 # *algorithm* decides how far right a point is, the *kernel* how close to the roof. (On a CPU a point may lie above
 # the slope, since caches hold small cases.)
 #
@@ -716,7 +716,8 @@ for name, (ms, gb, tflop) in seen_by_ncu.items():
 # ![A GPU: HBM, an L2 cache, 132 multiprocessors; border 1 is at the multiprocessors, 2 at L2, 3 at HBM.](../theory/figures/gpu.png)
 #
 # *Registers* and *shared memory* are a multiprocessor's fast memory, *HBM* is the slow one. The *L2* cache keeps what was read
-# last. In a simple model, a fast memory holds $M$ numbers; `analysis.count` runs an algorithm in it and counts what passes:
+# last. In a simple model, a fast memory holds $M$ numbers; `analysis.count` counts what passes (`version2` is
+# FlashAttention-2):
 
 # %% tags=["nbval-check-output"]
 q1, k1, v1 = (torch.randn(256, 16, dtype=torch.float64) for _ in range(3))
@@ -806,14 +807,14 @@ plotting.plot_growth(
 
 # %% [markdown]
 # Version 1 takes nearly the same time for 16 times the work: 15 more multiprocessors join in, and 116 are still idle. *This* is
-# why version 2 splits the queries. Two programs share a multiprocessor: two heads take 1.5 times as long as one,
-# and sixteen need eight such rounds, 12 times.
+# why version 2 splits the queries. A head is 128 programs. Two on a multiprocessor take 1.5
+# times as long as one; sixteen heads need eight such rounds: 12 times.
 #
 # To a kernel, batch and heads are the same: independent work. Once the device is full, time grows with the work, in
-# steps: programs start in *waves* of as many as fit, and the last wave costs as much as a full one. With many waves that is
+# steps: programs start in *waves* of as many as fit, and the last can cost as much as a full one. With many waves that is
 # nearly in proportion.
 #
-# ![The share of slots at work is a saw-tooth; recorded times of a kernel lie on staircases of 132 or 264 programs a step.](../theory/figures/performance-waves.png)
+# ![The share of slots at work is a saw-tooth; recorded times of a kernel lie on or under staircases of 132 or 264 programs a step.](../theory/figures/performance-waves.png)
 
 # %% [markdown]
 # ## 4.6 · Can it be predicted?
@@ -843,8 +844,8 @@ for causal, rows in cudnn.groupby("causal"):
 # %% [markdown]
 # The two numbers mean: a call costs 9 µs however short it is, and a full GPU then works at 470 TFLOP/s, about half of the
 # specification. Without a mask they are off by at most 3%, with a causal mask by up to 10%: a tile on the diagonal is
-# computed whole, and half of it is thrown away. That costs time in proportion to $N$, which neither number can express. Only
-# the held-out rows show this: the fitted ones are off by about 1%.
+# computed whole, and half of it is thrown away. That costs time in proportion to $N$, which neither number can express. The
+# fitted rows, not printed, are off by about 1%.
 #
 # The lab's predictor has terms for that, and adds an interval that should contain 90% of measurements. (In [Predict and
 # choose](further/predict-and-choose.ipynb) you write the fit and its test, as bonus exercise 4-4, and compare both models.)
@@ -900,9 +901,9 @@ plotting.plot_predictions(
 #
 # And *how* to call it:
 #
-# | you choose | take |
+# | for | take |
 # | --- | --- |
-# | length | FlashAttention; for some hundred tokens, larger batches or `torch.compile` |
+# | a few hundred tokens | larger batches or `torch.compile` |
 # | dtype | bfloat16; float16 only where the range is known |
 # | `head_dim` | 128 rather than 64 for speed, with a tuned kernel; kernels end at 256 |
 # | a causal mask | `causal=True`, never a mask tensor: it hides what could be skipped |

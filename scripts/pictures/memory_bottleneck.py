@@ -48,7 +48,7 @@ def roofline(axes):
     axes.set_ylabel("speed (TFLOP/s)")
     d.plain(axes)
     return (
-        "The textbook sits under the slope; fused kernels have left it",
+        "The textbook sits under the slope; fused kernels can leave it",
         f"Filled: speed measured, recorded run attention-h200 ({N} tokens, head_dim {HEAD_DIM}, "
         "bfloat16, forward, not causal); intensity by formula.\nBars: from K and V read again for "
         f"each {BLOCK_Q} queries (left end) to each byte moved once (right end). Hollow: steps of "

@@ -149,7 +149,7 @@ def overlap(panels):
     """Three schedules of the same work: tensor cores above, softmax below."""
     period = PRODUCT + max(PRODUCT, SOFTMAX)
     schedules = (
-        ("one group of warps, in order", in_order(9), 2 * PRODUCT + SOFTMAX),
+        ("one group, in order", in_order(9), 2 * PRODUCT + SOFTMAX),
         ("pipelined within the group", pipelined(9), period),
         ("two groups in turns (“ping-pong”)", ping_pong(9), 4 * PRODUCT),
     )
