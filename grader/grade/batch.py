@@ -17,7 +17,7 @@ from pathlib import Path
 
 import filelock
 
-from grader.grade.plan import CheckCell, Plan, make_plan
+from grader.grade.plan import MAY_USE_FUSED, Plan, make_plan
 from grader.grade.results import (
     NAME,
     CheckResult,
@@ -27,16 +27,10 @@ from grader.grade.results import (
     read_results,
     write_result,
 )
-from grader.grade.sandbox import (
-    NotServing,
-    Sandbox,
-    confinement_missing,
-    package_folder,
-    without_paths,
-)
-from grader.grade.submissions import Submission, printable, pristine_notebooks
-from grader.remote.evaluate import evaluate_check
-from grader.remote.session import Session
+from grader.grade.sandbox import Sandbox, confinement_missing, package_folder, without_paths
+from grader.grade.submissions import Cell, Submission, printable, pristine_notebooks
+from grader.remote.evaluate import UNJUDGED, evaluate_check
+from grader.remote.session import Session, SessionDied
 from grader.remote.watch import TAKES
 from labsupport.course.files import write_new
 
@@ -58,12 +52,12 @@ def grade_one(
         RuntimeError: no submission can be run on this machine.
     """
     if submission.refused:
-        return not_run(submission, settings, submission.refused, status="refused")
+        return not_run(submission, settings, submission.refused)
     start = time.monotonic()
     notebook = pristine_notebooks(settings.notebooks)[submission.notebook]
     plan = make_plan(notebook, submission)
     missing = confinement_missing(settings.unconfined)
-    run = _Run(plan, settings, alone)
+    run = _Run(list(notebook.graded.values()), plan, settings, alone)
     for _ in range(_RUNS):
         run.once()
     why = "died", "the program ended again and again before this check"
@@ -74,32 +68,29 @@ def grade_one(
     flags = [*submission.flags, *plan.flags, *run.flags]
     return SubmissionResult(
         *_key(submission),
-        checks=tuple(run.results[check.grade_id] for check in plan.checks),
+        checks=tuple(run.results[name] for name in notebook.graded),
         flags=(*flags, *(Flag("", "not confined", text) for text in missing)),
         seconds=round(time.monotonic() - start, 2),
     )
 
 
-def not_run(
-    one: Submission, settings: Settings, why: str, *flags: Flag, status: str = "graded"
-) -> SubmissionResult:
+def not_run(one: Submission, settings: Settings, why: str, *flags: Flag) -> SubmissionResult:
     """Return the result of a submission that could not be run: no points, and the reason."""
     if one.refused:
         flags = (*flags, Flag("", "refused", f"{one.path}: {printable(why)}"))
-    checks: tuple[CheckResult, ...] = ()
-    if known := pristine_notebooks(settings.notebooks).get(one.notebook):
-        checks = tuple(
-            CheckResult(name, known.exercise_of(name), cell.points, "not run", why)
-            for name, cell in known.graded.items()
-        )
-    return SubmissionResult(*_key(one), status, one.refused, checks, (*one.flags, *flags))
+    known = pristine_notebooks(settings.notebooks).get(one.notebook)
+    checks = tuple(
+        CheckResult(name, cell.exercise, cell.points, "not run", why)
+        for name, cell in (known.graded.items() if known else ())
+    )
+    return SubmissionResult(*_key(one), one.refused, checks, (*one.flags, *flags))
 
 
 class _Run:
     """A submission while it is graded."""
 
-    def __init__(self, plan: Plan, settings: Settings, alone: bool) -> None:
-        self.plan, self.settings, self.alone = plan, settings, alone
+    def __init__(self, checks: list[Cell], plan: Plan, settings: Settings, alone: bool) -> None:
+        self.checks, self.plan, self.settings, self.alone = checks, plan, settings, alone
         self.seed = secrets.randbelow(2**31)
         self.end = time.monotonic() + settings.notebook_timeout_s
         self.steps = list(plan.steps)
@@ -110,10 +101,10 @@ class _Run:
         self.flags: list[Flag] = []
 
     @property
-    def todo(self) -> list[CheckCell]:
-        return [check for check in self.plan.checks if check.grade_id not in self.results]
+    def todo(self) -> list[Cell]:
+        return [check for check in self.checks if check.grade_id not in self.results]
 
-    def record(self, check: CheckCell, status: str, message: str) -> None:
+    def record(self, check: Cell, status: str, message: str) -> None:
         self.results[check.grade_id] = CheckResult(
             check.grade_id, check.exercise, check.points, status, without_paths(message)
         )
@@ -127,9 +118,8 @@ class _Run:
             try:
                 with contextlib.closing(box.run(self.steps, left)) as session:
                     self._judge_all(session, box)
-            except NotServing as problem:
-                status, why = problem.args
-                self._leave_out(status, why, box.step)
+            except SessionDied as problem:
+                self._leave_out(problem.status, str(problem), box.step)
         if box.killed and not self.alone:
             raise KilledError("the system ended its program")
 
@@ -150,21 +140,23 @@ class _Run:
     def _judge_all(self, session: Session, box: Sandbox) -> None:
         # Exercises that ended a session come late, lest their endless loops use up the others'
         # time. Fused attention, once allowed, stays so until the end.
-        for check in sorted(self.todo, key=lambda c: (c.may_use_fused, c.exercise in self.late)):
+        def order(check: Cell) -> tuple[bool, bool]:
+            return check.exercise.startswith(MAY_USE_FUSED), check.exercise in self.late
+
+        for check in sorted(self.todo, key=order):
             if time.monotonic() >= self.end:
                 return
-            session.fused = check.may_use_fused
-            status, message, unexpected, diagnosis = evaluate_check(
-                check.source, check.names, session, seed=self.seed,
-                limit_s=self.settings.cell_timeout_s,
-            )  # fmt: skip
+            session.fused, _ = order(check)
+            limit_s = self.settings.cell_timeout_s
+            made = evaluate_check(check.source, session, seed=self.seed, limit_s=limit_s)
+            status, message, diagnosis = made
             notes, session.notes = dict.fromkeys(session.notes), []
             said = "While this was judged, its code"
             out = [note for note in notes if note.startswith(TAKES)]
             if out:
                 text = f"{said} {out[0]}, where the check watches PyTorch's operators."
                 self.flags.append(Flag(check.grade_id, "outside PyTorch", text))
-            if (calls := [one for one in notes if one not in out]) and not check.may_use_fused:
+            if (calls := [one for one in notes if one not in out]) and not session.fused:
                 text = f"{said} {', '.join(calls[:10])}."
                 self.flags.append(Flag(check.grade_id, "library call", text))
             if session.failure is not None:
@@ -188,7 +180,7 @@ class _Run:
                 status = "known mistake" if known else status
                 self.charged.add((check.exercise, diagnosis))
             self.record(check, status, message)
-            if unexpected:
+            if message.startswith(UNJUDGED):
                 text = "The check crashed on the returned value: was it the student's fault?"
                 self.flags.append(Flag(check.grade_id, "not judged", text))
 

@@ -27,22 +27,6 @@ _HIDDEN = re.compile("### BEGIN HIDDEN TESTS.*?### END HIDDEN TESTS", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class CheckCell:
-    """One check cell of the solved notebook, and the student's names that it uses."""
-
-    grade_id: str
-    exercise: str
-    points: float
-    source: str
-    names: tuple[str, ...]
-
-    @property
-    def may_use_fused(self) -> bool:
-        """Permission for the student's functions to call fused attention."""
-        return self.exercise.startswith(MAY_USE_FUSED)
-
-
-@dataclass(frozen=True)
 class Step:
     """A cell to run, which may be an exercise's solution."""
 
@@ -57,21 +41,13 @@ class Plan:
     `absent` has (status, message) by exercise whose solution cell is missing or as it was given.
     """
 
-    checks: tuple[CheckCell, ...]
-    steps: tuple[Step, ...]
+    steps: list[Step]
     absent: dict[str, tuple[str, str]]
-    flags: tuple[Flag, ...]
+    flags: list[Flag]
 
 
 def make_plan(pristine: Pristine, submission: Submission) -> Plan:
     """Decide what of a submission runs."""
-    checks = {
-        name: CheckCell(
-            name, pristine.exercise_of(name), cell.points, cell.source,
-            tuple(sorted(names_of(cell.source)[0] - {"checks"})),
-        )
-        for name, cell in pristine.graded.items()
-    }  # fmt: skip
     flags, absent = [], {}
     for name, solution in pristine.solutions.items():
         own = [cell for cell in submission.cells if cell.grade_id == name and cell.kind == "code"]
@@ -90,15 +66,11 @@ def make_plan(pristine: Pristine, submission: Submission) -> Plan:
             flags.append(Flag(name, "given lines changed", text))
     unneeded, steps = _unneeded_cells(pristine, submission.cells), []
     for cell in submission.cells:
-        if cell.kind != "code" or not cell.source.strip():
-            continue
-        if cell.grade_id in checks:
-            continue
-        if cell.grade_id in pristine.solutions:
-            steps.append(Step(cell.source, exercise=cell.grade_id))
-        elif _normal(cell.source) not in unneeded:
-            steps.append(Step(cell.source))
-    return Plan(tuple(checks.values()), tuple(steps), absent, tuple(flags))
+        exercise = cell.grade_id if cell.grade_id in pristine.solutions else ""
+        runs = cell.kind == "code" and cell.source.strip() and cell.grade_id not in pristine.graded
+        if runs and (exercise or _normal(cell.source) not in unneeded):
+            steps.append(Step(cell.source, exercise))
+    return Plan(steps, absent, flags)
 
 
 def _lost_lines(solution: Cell, own: Sequence[Cell]) -> list[str]:

@@ -65,18 +65,22 @@ class Flag:
 class SubmissionResult:
     """One notebook that one student handed in; the first four fields are as in `Submission`.
 
-    Its status is "graded", or "refused" with no checks run, and `reason` says why.
+    If it was refused, and no check was run, `reason` says why.
     """
 
     student: str
     notebook: str
     path: str
     digest: str
-    status: str = "graded"
     reason: str = ""
     checks: tuple[CheckResult, ...] = ()
     flags: tuple[Flag, ...] = ()
     seconds: float = 0.0
+
+    @property
+    def status(self) -> str:
+        """The word for it: "graded" or "refused"."""
+        return "refused" if self.reason else "graded"
 
     @property
     def points(self) -> float:
@@ -101,11 +105,11 @@ def write_result(out: Path, result: SubmissionResult) -> None:
 def read_results(out: Path) -> list[SubmissionResult]:
     """Read all results in OUT/results.jsonl, in the order in which they came.
 
-    A line that an interruption cut off is passed over: its submission is graded again.
+    A line that was cut off, or has other fields, is passed over: its submission is graded again.
     """
     found = []
     for line in (out / NAME).read_bytes().split(b"\n") if (out / NAME).exists() else ():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError):
             given: dict[str, Any] = json.loads(line.decode("ascii"))
             checks = tuple(CheckResult(**check) for check in given.pop("checks"))
             flags = tuple(Flag(**flag) for flag in given.pop("flags"))

@@ -32,7 +32,7 @@ import labsupport
 from grader.grade.plan import Step
 from grader.grade.results import Settings
 from grader.remote import programs
-from grader.remote.session import Session
+from grader.remote.session import Session, SessionDied, SessionTimeout
 from grader.remote.values import FrameError, receive, unpack
 from labsupport.profiling.units import format_bytes
 
@@ -46,10 +46,6 @@ _INSIDE = ("__init__", "programs", "refuse", "values", "watch", "worker")
 # Of an exercise's file in labsupport/checks: its solution and its mistakes, which quote it.
 _SOLUTION = re.compile(r"^### BEGIN SOLUTION\n.*?^### END SOLUTION\n", re.MULTILINE | re.DOTALL)
 _PROGRAM = "import sys, grader.remote.worker; grader.remote.worker.main(sys.argv[1])"
-
-
-class NotServing(RuntimeError):
-    """The sandbox ended, or took too long, before it was ready: "died" or "timeout", and why."""
 
 
 def package_folder() -> Path:
@@ -145,7 +141,7 @@ class Sandbox(contextlib.ExitStack):
         self.first_error, self.killed = "", False
 
     def run(self, steps: list[Step], timeout_s: float) -> Session:
-        """Run cells; return a session for calls of what they defined, or raise NotServing."""
+        """Run cells; return a session for calls of what they defined, or raise SessionDied."""
         end, limit = time.monotonic() + timeout_s, START_TIMEOUT_S
         connection = self._start(steps)
         try:
@@ -163,9 +159,9 @@ class Sandbox(contextlib.ExitStack):
                     case _:
                         raise FrameError("a report that is none")
         except TimeoutError:
-            raise NotServing("timeout", "its cells took too long") from None
+            raise SessionTimeout("its cells took too long") from None
         except (EOFError, OSError, FrameError):
-            raise NotServing("died", self.why_died()) from None
+            raise SessionDied(self.why_died()) from None
 
     def _start(self, steps: list[Step]) -> socket.socket:
         plan = {

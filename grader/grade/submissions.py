@@ -11,14 +11,13 @@ import io
 import json
 import os
 import re
-import stat
 import unicodedata
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +42,7 @@ class Cell:
     """A cell of a notebook; of a student's, only the first three are ever used.
 
     Its kind is "code", "markdown" or "raw"; `grade_id` is its name in nbgrader's metadata, or "".
+    A check's exercise is the longest grade_id of a solution that its own begins with.
     """
 
     kind: str
@@ -51,6 +51,7 @@ class Cell:
     solution: bool = False
     grade: bool = False
     points: float = 0.0
+    exercise: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,32 +62,33 @@ class Pristine:
     cells: tuple[Cell, ...]
     bonus: bool = False
 
-    @property
+    @cached_property
     def solutions(self) -> dict[str, Cell]:
         """The cells that students fill in, by grade_id."""
         return {cell.grade_id: cell for cell in self.cells if cell.solution}
 
-    @property
+    @cached_property
     def graded(self) -> dict[str, Cell]:
         """The cells that give points, by grade_id, in their order."""
         return {cell.grade_id: cell for cell in self.cells if cell.grade and not cell.solution}
 
-    def exercise_of(self, grade_id: str) -> str:
-        """Return the exercise of a check: the longest grade_id that it begins with."""
-        named = (one for one in self.solutions if f"{grade_id}-".startswith(f"{one}-"))
-        return max(named, key=len, default=grade_id)
-
 
 def pristine_notebooks(folder: Path | None = None) -> dict[str, Pristine]:
     """Read the solved notebooks of a folder, or the lab's; raise ReleaseError if there are none."""
-    return {path.stem: read_solved(path) for path in solved_notebooks(folder)}
+    return {path.stem: _solved(path) for path in solved_notebooks(folder)}
 
 
-def read_solved(path: Path) -> Pristine:
-    """Read a solved notebook."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    bonus = path.parent.name == "further"
-    return Pristine(path.stem, tuple(_cell(cell, trusted=True) for cell in cells), bonus)
+def _solved(path: Path) -> Pristine:
+    content = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    cells = [_cell(cell, trusted=True) for cell in content]
+    solutions = [cell.grade_id for cell in cells if cell.solution]
+
+    def exercise(name: str) -> str:
+        named = (one for one in solutions if f"{name}-".startswith(f"{one}-"))
+        return max(named, key=len, default=name)
+
+    whole = tuple(replace(cell, exercise=exercise(cell.grade_id)) for cell in cells)
+    return Pristine(path.stem, whole, bonus=path.parent.name == "further")
 
 
 def parse(data: bytes) -> tuple[Cell, ...]:
@@ -190,6 +192,7 @@ class File:
     path: str
     read: Callable[[], bytes]
     modified: datetime | None = None
+    place: Path | None = None  # of a plain file that need not be read as a whole
 
 
 def files_in(given: Path) -> Iterator[File]:
@@ -197,7 +200,7 @@ def files_in(given: Path) -> Iterator[File]:
     if not given.is_dir():
         if not given.is_file() or not _may_be_one(given.name):
             raise ValueError(f"{given} is no folder of submissions, no zip and no notebook")
-        for file in _of_disk(given, given.name, inner_zips=1):
+        for file in _opened(_on_disk(given, given.name), inner_zips=1):
             # In the download of a course, the names in it say whose the files are.
             yield replace(file, path=file.path.removeprefix(f"{given.name}/"))
         return
@@ -209,23 +212,25 @@ def files_in(given: Path) -> Iterator[File]:
         for name in sorted(names):
             path = Path(here, name)
             if not _hidden(name):
-                yield from _of_disk(path, path.relative_to(given).as_posix())
+                yield from _opened(_on_disk(path, path.relative_to(given).as_posix()))
 
 
-def _of_disk(path: Path, name: str, inner_zips: int = 0) -> Iterator[File]:
+def _on_disk(path: Path, name: str) -> File:
+    """Name a file to be read: only a plain one, never through a link, never from a pipe."""
     modified = datetime.fromtimestamp(path.lstat().st_mtime).astimezone()
-    file = File(name, partial(_bytes_of, path), modified)
-    plain = path.is_file() and not path.is_symlink()
-    yield from _opened(file, inner_zips, path if plain else None)
+    if path.is_symlink() or not path.is_file():
+        why = "it is a symbolic link" if path.is_symlink() else "it is not a plain file"
+        return File(name, partial(_fail, why), modified)
+    return File(name, partial(_bytes_of, path), modified, path)
 
 
-def _opened(file: File, inner_zips: int, path: Path | None = None) -> Iterator[File]:
+def _opened(file: File, inner_zips: int = 0) -> Iterator[File]:
     """Yield the files in a zip, others themselves; where that fails, reading says why."""
     if not _is_zip(file.path):
         yield file
         return
     try:
-        with zipfile.ZipFile(path or io.BytesIO(file.read())) as archive:
+        with zipfile.ZipFile(file.place or io.BytesIO(file.read())) as archive:
             members = archive.infolist()
             if len(members) > MAX_MEMBERS:
                 raise ValueError(f"it holds more than {MAX_MEMBERS:,} files")
@@ -248,23 +253,17 @@ def _opened(file: File, inner_zips: int, path: Path | None = None) -> Iterator[F
         yield replace(file, read=partial(_fail, f"the zip cannot be read: {error}"))
 
 
+def _bytes_of(path: Path) -> bytes:
+    _check_size(path.stat().st_size)
+    return path.read_bytes()
+
+
 def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, most: int) -> bytes:
     _check_size(member.file_size, most)
     try:
         return archive.read(member)
     except Exception as error:  # zlib.error, lzma.LZMAError, ...
         raise UnreadableError(f"the zip cannot be read: {error}") from error
-
-
-def _bytes_of(path: Path) -> bytes:
-    """Read a plain file; never through a symbolic link, never from a pipe."""
-    status = path.lstat()
-    if stat.S_ISLNK(status.st_mode):
-        raise UnreadableError("it is a symbolic link")
-    if not stat.S_ISREG(status.st_mode):
-        raise UnreadableError("it is not a plain file")
-    _check_size(status.st_size)
-    return path.read_bytes()
 
 
 def _check_size(size: int, most: int = MAX_BYTES) -> None:

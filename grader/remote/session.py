@@ -9,17 +9,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
 
-from grader.remote.values import (
-    MAX_REPLY,
-    FrameError,
-    pack,
-    receive,
-    send,
-    tensors_in,
-    unpack,
-)
+from grader.remote.values import MAX_REPLY, FrameError, graded_in, pack, receive, send, unpack
 from labsupport.checks.errors import CheckFailed
 
 _NO_ANSWER = "the process sent something that is no answer"
@@ -28,9 +21,13 @@ _NO_ANSWER = "the process sent something that is no answer"
 class SessionDied(BaseException):
     """The student's process ended, or sent an invalid answer. Checks must not catch it."""
 
+    status = "died"
 
-class SessionTimeout(BaseException):
-    """The student's process took too long. Checks must not catch it."""
+
+class SessionTimeout(SessionDied):
+    """The student's process took too long."""
+
+    status = "timeout"
 
 
 class Session:
@@ -41,7 +38,7 @@ class Session:
 
     def __init__(self, connection: socket.socket, pid: int, timeout_s: float = 30.0) -> None:
         self.connection, self.pid, self.timeout_s = connection, pid, timeout_s
-        self.failure: SessionDied | SessionTimeout | None = None
+        self.failure: SessionDied | None = None
         self.deadline: float | None = None
         self.fused = False
         self.notes: list[str] = []  # what the student's code called of the lab's answers
@@ -72,7 +69,7 @@ class Session:
             CheckFailed: the function changed an argument.
             Exception: what the function raised, as a class of the same name that derives from the
                 nearest built-in one.
-            SessionDied, SessionTimeout: nothing came back.
+            SessionDied: nothing came back.
         """
         reply = self._ask(do, target, args, kwargs)
         match reply.get("changed"):
@@ -84,12 +81,11 @@ class Session:
                     "still needs it. Compute new values, or work on a copy."
                 )
         value = reply["value"]
-        leaves = [one for one in tensors_in((args, kwargs)) if one.requires_grad]
-        outputs = [one for one in tensors_in(value) if one.requires_grad]
+        leaves, outputs = graded_in((args, kwargs)), graded_in(value)
         if reply.get("graph") is True and leaves and outputs:
             with torch.enable_grad():
                 tied = iter(_Backward.apply(self, reply["id"], outputs, *leaves))
-            return _replaced(value, tied)
+            return tree_map_only(Tensor, lambda x: next(tied) if x.requires_grad else x, value)
         return value
 
     def _refer(self, value: Any) -> Any:
@@ -114,7 +110,7 @@ class Session:
             "modes": [[type(m).__module__, type(m).__qualname__] for m in modes],
         }  # fmt: skip
         try:
-            with torch.utils._python_dispatch._disable_current_modes():
+            with _disable_current_modes():
                 reply = self._exchange(request, end)
                 raised = _exception_of(reply["error"]) if "error" in reply else None
         except TimeoutError:
@@ -153,7 +149,7 @@ class Session:
             item = next(self._streams[number], last)
             frame = pack({"stop": True} if item is last else {"stop": False, "item": item})
 
-    def _fail(self, failure: SessionDied | SessionTimeout) -> NoReturn:
+    def _fail(self, failure: SessionDied) -> NoReturn:
         self.failure = failure
         self.connection.close()
         raise failure from None
@@ -194,16 +190,6 @@ class _Backward(torch.autograd.Function):
         if not isinstance(given, tuple) or len(given) != ctx.wanted:
             ctx.session._fail(SessionDied(_NO_ANSWER))
         return None, None, None, *(one if isinstance(one, Tensor) else None for one in given)
-
-
-def _replaced(value: Any, tied: Iterator[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return next(tied) if value.requires_grad else value
-    if isinstance(value, tuple | list):
-        return type(value)(_replaced(one, tied) for one in value)
-    if isinstance(value, dict):
-        return {key: _replaced(one, tied) for key, one in value.items()}
-    return value
 
 
 def _exception_of(chain: Any) -> Exception:

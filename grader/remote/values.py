@@ -11,13 +11,14 @@ import socket
 import struct
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 MAX_BYTES = 2**30  # of a frame from the grader
 MAX_REPLY = 72 * 2**20  # of a frame from the sandbox
@@ -82,13 +83,9 @@ def span(x: Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in tuples, lists and dicts, in the order of a frame."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(one)
+def graded_in(value: Any) -> list[Tensor]:
+    """Return the tensors with requires_grad in tuples, lists and dicts, in a frame's order."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def is_plain(value: Any) -> bool:

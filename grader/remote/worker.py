@@ -36,12 +36,12 @@ from grader.remote.values import (
     MAX_BYTES,
     MAX_REPLY,
     FrameError,
+    graded_in,
     is_plain,
     pack,
     receive,
     send,
     span,
-    tensors_in,
     unpack,
 )
 from grader.remote.watch import Leaving, Watch, changed
@@ -200,8 +200,7 @@ class _Worker:
             if module.startswith("labsupport."):
                 self.watch.notes |= {f"has changed {one}" for one in changed(module)}
         spoilt = [i for i, one in enumerate(given, 1) if _digest(one) != before[i - 1]]
-        wanted = [leaf for leaf in tensors_in((args, kwargs)) if leaf.requires_grad]
-        outputs = [one for one in tensors_in(result) if one.requires_grad]
+        wanted, outputs = graded_in((args, kwargs)), graded_in(result)
         if outputs and wanted:
             self.graphs[request["id"]] = outputs, wanted
         reply = {"value": result, "changed": spoilt[:1], "modes": _seen(modes)}

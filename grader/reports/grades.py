@@ -14,23 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from grader.grade.results import SubmissionResult
-from grader.grade.submissions import (
-    NO_CLASS,
-    ClassList,
-    Submission,
-    origin_of,
-    read_table,
-)
-from grader.reports.pages import (
-    Course,
-    earned,
-    overview_page,
-    page_names,
-    plain,
-    points,
-    student_page,
-    texts_of,
-)
+from grader.grade.submissions import NO_CLASS, ClassList, Submission, origin_of, read_table
+from grader.reports import pages
+from grader.reports.pages import Course, earned, plain, points
 from labsupport.course import files
 
 # A formula for spreadsheet programs: at the beginning of a value, and after what some of them take
@@ -40,10 +26,6 @@ _OF_STUDENT = (
     *("Student", "LastName", "FirstName", "ID", "SIS User ID", "SIS Login ID"),
     *("Integration ID", "Root Account", "Section"),
 )
-_GRADES = (
-    *("student", "notebook", "points", "out_of", "flags"),
-    *("status", "reason", "seconds", "file"),
-)
 
 
 def guarded(text: str) -> str:
@@ -51,25 +33,32 @@ def guarded(text: str) -> str:
     return _FORMULA.sub(r"\1'", plain(text))
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, guard: bool = True) -> str:
+def table(columns: Iterable[str], rows: Iterable[Mapping[str, str]], *, guard: bool = True) -> str:
     """Write a CSV file; `guard` keeps spreadsheet programs from computing any of it."""
-    made = guarded if guard else plain
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(
-        [made(v) for v in row] for row in [header, *rows]
-    )
+    made, text = guarded if guard else plain, io.StringIO()
+    writer = csv.DictWriter(text, list(columns), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: made(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
 
 
 def grades_csv(course: Course) -> str:
     """Write a row for each student and notebook. A refused submission has 0 points."""
-    rows = []
-    for r in course.results:
-        kinds = "; ".join(dict.fromkeys(flag.kind for flag in r.flags))
-        out_of = points(course.out_of(r.notebook)) if r.notebook else "0"
-        rows.append([r.student, r.notebook, points(r.earned), out_of, kinds, r.status, r.reason])
-        rows[-1] += [f"{r.seconds:.1f}", r.path]
-    return table(_GRADES, rows)
+    rows = [
+        {
+            "student": r.student,
+            "notebook": r.notebook,
+            "points": points(r.earned),
+            "out_of": points(course.out_of(r.notebook)) if r.notebook else "0",
+            "flags": "; ".join(dict.fromkeys(flag.kind for flag in r.flags)),
+            "status": r.status,
+            "reason": r.reason,
+            "seconds": f"{r.seconds:.1f}",
+            "file": r.path,
+        }
+        for r in course.results
+    ]
+    return table(rows[0], rows)
 
 
 def points_csv(course: Course) -> str:
@@ -78,27 +67,32 @@ def points_csv(course: Course) -> str:
     Points of `further/` are in the column "bonus", not in the total. A notebook that a student did
     not hand in is empty, and counts as 0 in the total.
     """
-    exercises = [(name, q.exercise) for name in course.questions for q in course.questions[name]]
-    apart = ["bonus"] if course.bonus else []
-    header = ["student", *course.questions, "total", "out_of", *apart]
-    header += [name for _, name in exercises]
+    columns = [
+        "student",
+        *course.questions,
+        "total",
+        "out_of",
+        *(["bonus"] if course.bonus else []),
+    ]
+    columns += [q.exercise for asked in course.questions.values() for q in asked]
 
-    def row(student: str) -> list[str]:
-        own = {result.notebook: result for result in course.of_student(student)}
-        return [
-            student,
-            *(points(own[name].earned) if name in own else "" for name in course.questions),
-            points(course.total(student)),
-            points(course.out_of()),
-            *(points(course.extra(student)) for _ in apart),
-            *(points(earned(own[nb], name)) if nb in own else "" for nb, name in exercises),
-        ]
+    def row(student: str) -> dict[str, str]:
+        made = {"student": student, "out_of": points(course.out_of())}
+        made |= {
+            "total": points(course.total(student)),
+            "bonus": points(course.total(student, bonus=True)),
+        }
+        for result in course.of_student(student):
+            made[result.notebook] = points(result.earned)
+            for q in course.questions.get(result.notebook, ()):
+                made[q.exercise] = points(earned(result, q.exercise))
+        return made
 
-    return table(header, map(row, [*course.students, *course.missing]))
+    return table(columns, map(row, [*course.students, *course.missing]))
 
 
-def exports_of(course: Course, pages: Mapping[str, str]) -> dict[str, bytes]:
-    """Make files for the course system, by name; none where nothing came from one."""
+def exports_of(course: Course, made: Mapping[str, str]) -> dict[str, bytes]:
+    """Make files for the course system from students' pages; none where nothing came from one."""
     files = {one.student: one.path.split("/")[0] for one in course.results if origin_of(one.path)}
     systems = [origin.system for origin in map(origin_of, files.values()) if origin]
     system = course.class_list.system or next(iter(systems), "")
@@ -116,7 +110,7 @@ def exports_of(course: Course, pages: Mapping[str, str]) -> dict[str, bytes]:
     with zipfile.ZipFile(data, "w") as archive:
         for student, name in names.items():
             # Always the same time, so that the same pages give the same file.
-            archive.writestr(zipfile.ZipInfo(name), pages[student], zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(name), made[student], zipfile.ZIP_DEFLATED)
     return {f"{system}-grades.csv": grades.encode(), f"{system}-feedback.zip": data.getvalue()}
 
 
@@ -136,26 +130,24 @@ def _moodle_grades(course: Course) -> str:
     lines = []
     for name, (row, student) in rows.items():
         full_name, _, number = name.rpartition("_")
-        known = {"Identifier": f"Participant {number}", "Last modified (grade)": "-"}
-        known |= {"Full name": full_name}
-        filled = known | row | {"Grade": points(course.total(student))}
-        lines.append([filled.get(column, "") for column in columns])
+        known = {"Identifier": f"Participant {number}", "Full name": full_name}
+        known["Last modified (grade)"] = "-"
+        lines.append(known | row | {"Grade": points(course.total(student))})
     return table(columns, lines, guard=False)
 
 
 def _canvas_grades(course: Course) -> str:
-    rows, notebooks = _rows(course), list(course.questions)
+    rows, last = _rows(course), "All notebooks"
     first = next((row for row, _ in rows.values() if row), {"Student": "", "ID": "", "Section": ""})
     columns = [column for column in first if column in _OF_STUDENT]
-    worth = [points(course.out_of(one)) for one in notebooks]
-    lines = [["    Points Possible", *[""] * (len(columns) - 1), *worth, points(course.out_of())]]
+    worth = {one: points(course.out_of(one)) for one in course.questions}
+    lines = [{"Student": "    Points Possible", **worth, last: points(course.out_of())}]
     for name, (row, student) in rows.items():
-        filled = dict(zip(("Student", "_", "ID"), name.rpartition("_"), strict=True)) | row
-        own = {result.notebook: result.earned for result in course.of_student(student)}
-        reached = [points(own.get(one, 0)) for one in notebooks]
-        total = points(course.total(student))
-        lines.append([*(filled.get(column, "") for column in columns), *reached, total])
-    return table([*columns, *notebooks, "All notebooks"], lines, guard=False)
+        known = dict(zip(("Student", "_", "ID"), name.rpartition("_"), strict=True))
+        reached = dict.fromkeys(course.questions, "0")
+        reached |= {r.notebook: points(r.earned) for r in course.of_student(student)}
+        lines.append(known | row | reached | {last: points(course.total(student))})
+    return table([*columns, *course.questions, last], lines, guard=False)
 
 
 def _overruled(results: Sequence[SubmissionResult], out: Path) -> list[SubmissionResult]:
@@ -200,20 +192,18 @@ def write_reports(
     """
     results = _overruled(results, out)
     course = Course.of(results, notebooks, class_list)
-    names = page_names(course.students)
-    pages = {student: student_page(course, student) for student in course.students}
+    names = pages.page_names(course.students)
+    made = {student: pages.student_page(course, student) for student in course.students}
     texts = {
-        out / "overview.html": overview_page(course, names, texts_of(submissions)),
+        "overview.html": pages.overview_page(course, names, pages.texts_of(submissions)),
         # Spreadsheet programs take a CSV file for UTF-8 only if it begins with this mark.
-        out / "grades.csv": "\ufeff" + grades_csv(course),
-        out / "points.csv": "\ufeff" + points_csv(course),
-        **{out / names[student]: page for student, page in pages.items()},
+        "grades.csv": "\ufeff" + grades_csv(course),
+        "points.csv": "\ufeff" + points_csv(course),
+        **{names[student]: page for student, page in made.items()},
     }
-    (out / "students").mkdir(parents=True, exist_ok=True)
-    for path, text in texts.items():
-        files.replace(path, text)
-    exports = {out / "return" / name: data for name, data in exports_of(course, pages).items()}
-    for path, data in exports.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
-    return results, [*texts, *exports]
+    exports = {f"return/{name}": data for name, data in exports_of(course, made).items()}
+    written = {out / path: data for path, data in (texts | exports).items()}
+    for path, data in written.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, data)
+    return results, list(written)

@@ -46,23 +46,22 @@ _EXERCISE = re.compile(r"^Exercise [\d-]+(, step \d| \([a-z, ]+\))?: ")
 
 @dataclass(frozen=True)
 class Question:
-    """One exercise as it was set, by the grade_id of its first solution cell.
+    """One exercise as it was set, by the grade_id of its first solution cell; its check cells.
 
     Its card is the line below its title; a chapter is such as "02-online-softmax.md"; either may be
-    "". Points and requests are those of its check cells, by grade_id.
+    "".
     """
 
     exercise: str
     title: str
     card: str
     chapter: str
-    points: dict[str, float] = field(default_factory=dict)
-    asks: dict[str, str] = field(default_factory=dict)
+    checks: dict[str, Cell] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
         """All points of the exercise."""
-        return sum(self.points.values())
+        return sum(check.points for check in self.checks.values())
 
 
 def asked_by(source: str) -> str:
@@ -98,15 +97,13 @@ def questions_of(notebook: Pristine) -> list[Question]:
             title, card = found[1].strip(), found[2].strip()
         if not (cell.solution or cell.grade):
             continue
-        exercise = notebook.exercise_of(cell.grade_id)
-        number = number_of(exercise)
+        exercise, number = cell.exercise, number_of(cell.exercise)
         if number not in made:
             chapter = chapters.get(number.removeprefix("ex-"), "")
             made[number] = Question(exercise, title or exercise, card, chapter)
             title = card = ""
         if cell.grade:
-            made[number].points[cell.grade_id] = cell.points
-            made[number].asks[cell.grade_id] = asked_by(cell.source)
+            made[number].checks[cell.grade_id] = cell
     return list(made.values())
 
 
@@ -165,13 +162,10 @@ class Course:
         """Return a student's notebooks in order."""
         return [r for r in self.results if r.student == student]
 
-    def total(self, student: str) -> float:
-        """Return a student's points, without a bonus."""
-        return sum(r.earned for r in self.of_student(student) if r.notebook not in self.bonus)
-
-    def extra(self, student: str) -> float:
-        """Return a student's bonus points."""
-        return sum(r.earned for r in self.of_student(student) if r.notebook in self.bonus)
+    def total(self, student: str, *, bonus: bool = False) -> float:
+        """Return a student's points without the bonus points, or these alone."""
+        theirs = self.of_student(student)
+        return sum(r.earned for r in theirs if (r.notebook in self.bonus) == bonus)
 
     def graded(self, name: str) -> list[SubmissionResult]:
         """Return the submissions of one notebook that were run."""
@@ -247,7 +241,7 @@ _PAGES = jinja2.Environment(
     # Everything that a template prints passes through here.
     finalize=lambda value: plain(value) if type(value) is str else value,
 )
-_PAGES.filters |= {function.__name__: function for function in (message, points, chapter)}
+_PAGES.filters |= {function.__name__: function for function in (message, points, chapter, asked_by)}
 # The policy allows this style and no other, so the two must agree byte for byte.
 _STYLE = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
 _DIGEST = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
@@ -295,7 +289,8 @@ def _checks(checks: Iterable[CheckResult], question: Question) -> list[dict[str,
         if message and message in before:
             said = "As above." if tone == "bad" else ""
         before.add(message)
-        asks = question.asks.get(check.grade_id) or check.grade_id
+        cell = question.checks.get(check.grade_id)
+        asks = (asked_by(cell.source) if cell else "") or check.grade_id
         shown.append({"asks": asks, "words": words, "tone": tone, "said": said, "check": check})
     return shown
 
@@ -338,7 +333,7 @@ def student_page(course: Course, student: str) -> str:
         next=max(left, key=worth, default=None),
         earned=course.total(student),
         out_of=sum(course.out_of(name) for name in theirs - course.bonus),
-        bonus=course.extra(student),
+        bonus=course.total(student, bonus=True),
         bonus_out_of=sum(course.out_of(name) for name in theirs & course.bonus),
     )
 
@@ -360,7 +355,7 @@ def _exercise(question: Question, graded: Sequence[SubmissionResult]) -> dict[st
         "none": reached.count(0),
         "counts": {
             check: [counts[check, status] for status in ("passed", "failed", "not written")]
-            for check in question.points
+            for check in question.checks
         },
     }
 

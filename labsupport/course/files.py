@@ -29,8 +29,8 @@ def write_new(path: Path, text: str | bytes) -> None:
         raise FileExistsError(f"{path} exists and is left as it is") from None
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a file in one step, as UTF-8, in place of an older one if there is one.
+def replace(path: Path, text: str | bytes) -> None:
+    """Write a file in one step in place of an older one if there is one; a text as UTF-8.
 
     Raises:
         OSError: it cannot be written; the older one is then still there.

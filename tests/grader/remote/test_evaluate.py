@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grader.grade.plan import MAY_USE_FUSED, names_of
+from grader.grade.plan import MAY_USE_FUSED
 from grader.remote.evaluate import evaluate_check, seeded
 from grader.remote.watch import TAKES
 from labsupport.checks.verdict import mistakes
@@ -25,18 +25,13 @@ WRONG = [
 ]
 
 
-def needed(source):
-    """The student's names in a check cell."""
-    return tuple(sorted(names_of(source)[0] - {"checks"}))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_stubs_are_not_written_in_every_check(notebook):
     checks = [source for source, check in cells(notebook).values() if check]
     with students(all_stubs(notebook)) as sessions:
         session = next(sessions)
-        said = {evaluate_check(source, needed(source), session, seed=7).status for source in checks}
+        said = {evaluate_check(source, session, seed=7).status for source in checks}
     assert said == {"not written"}
 
 
@@ -61,7 +56,7 @@ def test_typical_mistakes_are_named(exercises):
         for (solution, check, said, _), session in zip(wrong, sessions, strict=True):
             source, _ = given[f"{solution}-{check}"]
             session.fused = solution.startswith(MAY_USE_FUSED)
-            one = evaluate_check(source, needed(source), session, seed=5)
+            one = evaluate_check(source, session, seed=5)
             if one.status != "failed" or said not in one.message:
                 unexpected[solution, check, said] = one
     assert not unexpected
@@ -78,7 +73,7 @@ def test_other_right_ways_pass_and_a_missing_name_is_said():
         assert (one.status, "next_scale is not defined" in one.message) == ("failed", True)
         session = next(sessions)
         session.fused = True
-        assert evaluate_check(check, needed(check), session, seed=1).status == "passed"
+        assert evaluate_check(check, session, seed=1).status == "passed"
 
 
 # What a student's own harness could claim, by check cell: the lab's does not ask it.
@@ -134,7 +129,7 @@ def test_no_harness_of_a_students_own_is_believed():
     with students(*(IMPORTS + source for source in FORGED.values())) as sessions:
         for name, session in zip(FORGED, sessions, strict=True):
             source, _ = given[name]
-            assert evaluate_check(source, needed(source), session, seed=3).status == "failed", name
+            assert evaluate_check(source, session, seed=3).status == "failed", name
 
 
 CHANGED = """
@@ -154,7 +149,7 @@ def test_a_harness_that_was_changed_is_noted():
     source = cells("ex-2")["ex-2-6-cache-growth"][0]
     with students(IMPORTS + CHANGED) as sessions:
         session = next(sessions)
-        assert evaluate_check(source, ("KVCache",), session, seed=3).status == "passed"
+        assert evaluate_check(source, session, seed=3).status == "passed"
     assert session.notes[0] == "has changed labsupport.checks.ex_2_6_cache.replayed"
 
 
@@ -173,7 +168,7 @@ def running_max_and_sum(scores, block_size):
     ways = ["scores.numpy()", "np.asarray(scores)", "np.array(scores.tolist())", "unseen(scores)"]
     with students(*(IMPORTS + way.format(one) for one in ways)) as sessions:
         for session in sessions:
-            evaluate_check(source, ("running_max_and_sum",), session, seed=3)
+            evaluate_check(source, session, seed=3)
             assert any(note.startswith(TAKES) for note in session.notes)
 
 
@@ -189,7 +184,7 @@ SCALE = "def next_scale(scale, good_steps, finite, interval):\n    {}\n"
 
 
 def judged(session):
-    return evaluate_check("checks.check_next_scale(next_scale)", ("next_scale",), session, seed=1)
+    return evaluate_check("checks.check_next_scale(next_scale)", session, seed=1)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ def mistakes(course):
 
 def test_the_later_of_two_results_counts_and_files_of_no_notebook_are_all_kept(notebooks):
     refused = [
-        result("eve", notebook="", path=f"eve/{name}", status="refused") for name in ("a", "b")
+        result("eve", notebook="", path=f"eve/{name}", reason="no JSON") for name in ("a", "b")
     ]
     results = [result("Bob", notebook="02-B"), *refused, result("Bob"), perfect("Bob")]
     course = Course.of(results, notebooks)

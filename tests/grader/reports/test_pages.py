@@ -50,7 +50,7 @@ def hostile(notebooks):
             path=HOSTILE,
             flags=(flag(HOSTILE, HOSTILE),),
         ),
-        result(HOSTILE, notebook=HOSTILE, status="refused", reason=HOSTILE),
+        result(HOSTILE, notebook=HOSTILE, reason=HOSTILE),
         perfect("ada"),
     ]
     return Course.of(results, notebooks)
@@ -167,7 +167,7 @@ def test_an_instructors_points_and_remark_take_the_place_of_a_checks(notebooks, 
 def test_a_students_page_holds_all_of_their_notebooks_and_why_one_was_refused(notebooks):
     other = check("a", points=0.5, exercise="ex-2-1-b")
     results = [perfect("ada"), result("ada", other, notebook="02-B")]
-    results += [result("eve", status="refused", reason="It is no JSON.")]
+    results += [result("eve", reason="It is no JSON.")]
     course = Course.of(results, notebooks)
     page = tree(student_page(course, "ada"))
     assert [text(h) for h in page.iter("h2")] == ["01-Squares", "02-B"]
@@ -214,7 +214,6 @@ def test_the_overview_shows_points_by_exercise_and_mistakes(notebooks):
         ),
         result(
             "eve",
-            status="refused",
             reason="It is no JSON.",
             flags=(flag("refused", "eve/01-Squares.ipynb: It is no JSON."),),
         ),

@@ -20,6 +20,12 @@ def a_first_attempt_above(work: Copy) -> None:
     work.notebook.cells.insert(at, first)
 
 
+@honest(attention=0, softmax=0)
+def only_the_leak(work: Copy) -> None:
+    """One exercise solved, in the middle; the others are as they were handed out."""
+    work.solve("leak")
+
+
 @honest(attention=0)
 def a_library_that_is_not_there(work: Copy) -> None:
     """An import that fails, then a use of its name."""
