@@ -14,6 +14,7 @@ from grader import release
 from labsupport.cli import app
 from labsupport.course.editions import ReleaseError
 from labsupport.paths import notebooks_dir, notebooks_in
+from scripts import texts
 
 NOTEBOOKS = notebooks_in(notebooks_dir())
 GIVEN_OUT = {
@@ -28,7 +29,7 @@ def course(tmp_path_factory):
     return release.write_project(tmp_path_factory.mktemp("course") / "lab")
 
 
-def start_in(edition, *arguments):
+def run_in(edition, *arguments):
     """Python whose only packages of ours are the edition's, started outside of the project."""
     hidden = ("PYTHONPATH", "LABSUPPORT_ROOT", "PYTEST_CURRENT_TEST")
     environment = {k: v for k, v in os.environ.items() if k not in hidden}
@@ -44,33 +45,17 @@ def start_in(edition, *arguments):
     )
 
 
-def run_in(edition, *arguments):
-    done = start_in(edition, *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_tests_twins_grader_and_history_are_not_handed_out(course):
     assert {path.name for path in course.iterdir()} == GIVEN_OUT
     given = [path for path in (course / "notebooks").rglob("*") if path.is_file()]
     assert sorted(given) == sorted(notebooks_in(course / "notebooks"))
     assert len(given) == len(NOTEBOOKS)
+    assert not list(course.rglob("*-checkpoint*"))
     for path in given:
         text = path.read_text(encoding="utf-8")
         assert "BEGIN SOLUTION" not in text
         assert "HIDDEN TESTS" not in text
         assert not any(cell.get("outputs") for cell in json.loads(text)["cells"])
-
-
-def test_a_copy_that_an_editor_keeps_is_not_in_it(course):
-    assert not list(course.rglob("*-checkpoint*"))
-
-
-def anchors(text):
-    """The anchors of a page's headings."""
-    text = re.sub(r"^(```+).*?^\1[ ]*$", "", text, flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_all_links_lead_somewhere(course):
@@ -80,7 +65,7 @@ def test_all_links_lead_somewhere(course):
             target = page.parent / path if path else page
             assert target.exists(), f"{page.name}: {path}"
             if anchor and target.suffix == ".md":
-                assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page}: {anchor}"
+                assert anchor in texts.anchors(target), f"{page}: {anchor}"
 
 
 def test_its_texts_name_no_command_that_students_do_not_get(course):
@@ -100,8 +85,9 @@ def test_two_commands_of_the_readme_work_in_a_course(course):
     program = "from labsupport.cli import app\nfor word in ('start', 'progress'):\n"
     said = run_in(course, "-c", program + "    app([word], standalone_mode=False)")
     copies = notebooks_in(course / "work")
+    assert said.returncode == 0, said.stderr
     assert [path.name for path in copies] == [path.name for path in NOTEBOOKS]
-    assert "0 of " in said
+    assert "0 of " in said.stdout
 
 
 def test_it_can_be_installed_without_the_grader_and_lists_what_it_can(course):
@@ -127,7 +113,7 @@ def test_the_command_says_what_it_wrote(tmp_path):
 
 @pytest.mark.slow
 def test_a_program_of_an_edition_says_in_one_line_that_the_grader_is_not_there(course):
-    done = start_in(course, "-m", "labsupport.cli", "grade", "x", "--out", "y")
+    done = run_in(course, "-m", "labsupport.cli", "grade", "x", "--out", "y")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "the package `grader` is not part of this edition" in done.stderr

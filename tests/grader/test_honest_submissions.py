@@ -4,13 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.grader.variants import honest_files
 from tests.grader.variants.course import EXERCISES, NOTEBOOKS, read_variants
 from tests.grader.variants.running import BYSTANDERS, grade_all
 
-WRITTEN = read_variants(Path(__file__).parent / "variants" / "honest.txt")
-VARIANTS = {**honest_files.honest, **WRITTEN}
-
+VARIANTS = read_variants(Path(__file__).parent / "variants" / "honest.txt")
 
 pytestmark = pytest.mark.slow
 

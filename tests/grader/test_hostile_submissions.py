@@ -10,16 +10,11 @@ import pytest
 
 from grader.grade.results import read_results
 from grader.grade.sandbox import wall_missing
-from tests.grader.variants import hostile_files
 from tests.grader.variants.course import read_variants
 from tests.grader.variants.running import BYSTANDERS, grade_all
 
 HERE = Path(__file__).parent / "variants"
-VARIANTS = {
-    **hostile_files.hostile,
-    **read_variants(HERE / "hostile.txt"),
-    **read_variants(HERE / "attacks.txt"),
-}
+VARIANTS = read_variants(HERE / "hostile.txt", HERE / "attacks.txt")
 ALWAYS = ["answers-for-itself", "invalid-json"]
 SLOW = sorted(VARIANTS.keys() - set(ALWAYS))
 UNDESERVED = {"library call", "given lines changed", "outside PyTorch"}

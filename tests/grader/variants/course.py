@@ -6,6 +6,8 @@ a test may grade many submissions.
 """
 
 import copy
+import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,10 +31,8 @@ POINTS = {"attention": 5, "leak": 2, "softmax": 6, "tiled": 9, "half": 5}
 NOTEBOOKS = {
     "01-Small": ("attention", "leak", "softmax"),
     "02-Tiled": ("tiled",),
-    "01-Tiny": ("leak",),
     "03-Mixed": ("tiled", "half"),
 }
-COURSE = ("01-Small", "02-Tiled", "03-Mixed")
 
 IMPORTS = (
     "import math\n\nimport torch\n\nfrom labsupport import checks\n"
@@ -68,13 +68,10 @@ def _solved(exercises: Iterable[str]) -> NotebookNode:
     return new.new_notebook(cells=cells, metadata=copy.deepcopy(_lab().metadata))
 
 
-def write_course(
-    folder: Path, notebooks: Iterable[str] = ("01-Small", "02-Tiled", "03-Mixed")
-) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in notebooks:
-        nbformat.write(_solved(NOTEBOOKS[name]), folder / f"{name}.ipynb")
-    return folder
+def write_course(folder: Path) -> None:
+    folder.mkdir()
+    for name, exercises in NOTEBOOKS.items():
+        nbformat.write(_solved(exercises), folder / f"{name}.ipynb")
 
 
 @cache
@@ -152,46 +149,6 @@ class Variant:
     atmost: bool = False
 
 
-class Variants(dict[str, Variant]):
-    """Variants by name; used as a decorator it takes up another: a function that gets a `Copy`.
-
-    Bytes that it returns are handed in instead; `by_hand` ones write into the student's folder.
-    """
-
-    def __init__(self, **points: int) -> None:
-        super().__init__()
-        self.usual = points
-
-    def __call__(
-        self,
-        *,
-        notebook: str = "01-Small",
-        file: str | None = None,
-        by_hand: bool = False,
-        **points: int,
-    ) -> Callable[[Callable[..., object]], Callable[..., object]]:
-        def take_up(function: Callable[..., object]) -> Callable[..., object]:
-            def hand_in(student: Path, course: Path) -> None:
-                student.mkdir(parents=True)
-                if by_hand:
-                    function(student, course)
-                    return
-                work = Copy(course, notebook)
-                made = function(work)
-                target = student / (file or f"{notebook}.ipynb")
-                target.write_bytes(made if isinstance(made, bytes) else work.text().encode())
-
-            name = function.__name__.replace("_", "-").strip("-")
-            assert name not in self, f"two variants are called {name}"
-            deserved = {e: points.get(e, self.usual.get(e, 0)) for e in NOTEBOOKS[notebook]}
-            why = (function.__doc__ or "").strip()
-            assert why, f"{name} does not say what it stands for"
-            self[name] = Variant(name, deserved, hand_in, why)
-            return function
-
-        return take_up
-
-
 WRONG = "def textbook_attention(q, k, v, mask=None):\n    return v, v\n"
 _ATTENDS = """
 def my_flash_forward(q, k, v, is_causal, block_q, block_k):
@@ -206,8 +163,8 @@ def my_flash_forward(q, k, v, is_causal, block_q, block_k):
 _OUT = "    out = torch.zeros_like(q)"
 
 
-def read_variants(file: Path) -> dict[str, Variant]:
-    """Read submissions from a text of blocks `--- NAME (WHERE) POINTS: SENTENCE` and code.
+def read_variants(*files: Path) -> dict[str, Variant]:
+    """Read submissions from texts of blocks `--- NAME (WHERE) POINTS: SENTENCE` and code.
 
     Where the code goes:
         cell: the first exercise's cell, above a wrong function if it defines none; no points.
@@ -217,28 +174,44 @@ def read_variants(file: Path) -> dict[str, Variant]:
         attends: it binds `attend`, with which the tiled forward computes; no points for that.
         hides: in the solution of the tiled forward.
         edit_attention (and so on): edits of that exercise's solution, a line each: old -> new.
+        work, mixed: it runs here, changes the solved `work` (a `Copy`) or puts files beside it into
+            the folder `student`; its `data`, if there are, are handed in instead, as `name`.
     """
-    found = {}
+    found: dict[str, Variant] = {}
     head = re.compile(r"^--- (\S+) \((\w+)\)([^:]*): (.*)\n", re.MULTILINE)
-    _, *parts = head.split(file.read_text(encoding="utf-8"))
-    for name, where, said, why, code in zip(*(parts[i::5] for i in range(5)), strict=True):
-        tiled = where in ("tiled", "attends", "hides", "edit_tiled")
-        notebook = "02-Tiled" if tiled else "01-Small"
-        points = POINTS if file.stem == "honest" else POINTS | {"attention": 0, "tiled": 0}
-        points = points | {key: int(n) for key, n in re.findall(r"(\w+)=(\d)", said)}
-        found[name] = Variant(
-            name,
-            {one: points[one] for one in NOTEBOOKS[notebook]},
-            partial(_hand_in, notebook, where, code.strip("\n")),
-            why,
-            "flagged" in said,
-            "atmost" in said,
-        )
+    for file in files:
+        _, *parts = head.split(file.read_text(encoding="utf-8"))
+        usual = POINTS if file.stem == "honest" else POINTS | {"attention": 0, "tiled": 0}
+        for name, where, said, why, code in zip(*(parts[i::5] for i in range(5)), strict=True):
+            assert name not in found, f"two variants are called {name}"
+            tiled = where in ("tiled", "attends", "hides", "edit_tiled")
+            notebook = "03-Mixed" if where == "mixed" else "02-Tiled" if tiled else "01-Small"
+            points = usual | {key: int(n) for key, n in re.findall(r"(\w+)=(\d)", said)}
+            found[name] = Variant(
+                name,
+                {one: points[one] for one in NOTEBOOKS[notebook]},
+                partial(_hand_in, notebook, where, code.strip("\n")),
+                why,
+                "flagged" in said,
+                "atmost" in said,
+            )
     return found
 
 
 def _hand_in(notebook: str, where: str, code: str, student: Path, course: Path) -> None:
     work = Copy(course, notebook).solve()
+    student.mkdir(parents=True)
+    exercise = where.removeprefix("edit_")
+    exercise = exercise if exercise in EXERCISES else NOTEBOOKS[notebook][0]
+    if where in ("work", "mixed"):
+        own = {"work": work, "student": student, "course": course, "name": f"{notebook}.ipynb"}
+        names = globals() | {"json": json, "os": os} | own
+        exec(code, names)
+        if "data" not in names:
+            names["data"] = names["work"].text().encode()
+        if names["data"]:
+            (student / names["name"]).write_bytes(names["data"])
+        return
     if where == "call":
         lines = "\n".join(f"    {line}" for line in code.split("\n"))
         code = f"def textbook_attention(q, k, v, mask=None):\n{lines}\n"
@@ -250,11 +223,8 @@ def _hand_in(notebook: str, where: str, code: str, student: Path, course: Path) 
         code += _ATTENDS
     elif where == "hides":
         code = solution("tiled").replace(_OUT, f"{code}\n{_OUT}")
-    exercise = where.removeprefix("edit_")
-    exercise = exercise if exercise in EXERCISES else NOTEBOOKS[notebook][0]
-    if where.startswith("edit_"):
+    elif where.startswith("edit_"):
         edits = (line.replace("\\n", "\n").partition(" ->") for line in code.split("\n"))
         work.change(exercise, *((old, new.removeprefix(" ")) for old, _, new in edits))
         code = work.cell(exercise).source
-    student.mkdir(parents=True)
     (student / f"{notebook}.ipynb").write_text(work.write(exercise, code).text())
