@@ -3,7 +3,6 @@
 import builtins
 import socket
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -43,7 +42,6 @@ class Session:
         self.fused = False
         self.notes: list[str] = []  # what the student's code called of the lab's answers
         self._asked = 0
-        self._streams: list[Iterator[Any]] = []
 
     def close(self) -> None:
         """End the connection, and `serve` over there with it."""
@@ -88,21 +86,12 @@ class Session:
             return tree_map_only(Tensor, lambda x: next(tied) if x.requires_grad else x, value)
         return value
 
-    def _refer(self, value: Any) -> Any:
-        target = getattr(value, "remote_target", None)
-        if isinstance(target, str):
-            return ["name", target]
-        if isinstance(value, Iterator):
-            self._streams.append(value)
-            return ["stream", len(self._streams) - 1]
-        return None
-
     def _ask(self, do: str, target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         if self.failure is not None:
             raise self.failure
         end = time.monotonic() + self.timeout_s
         end = end if self.deadline is None else min(end, self.deadline)
-        self._asked, self._streams = self._asked + 1, []
+        self._asked += 1
         modes = _get_current_dispatch_mode_stack()
         request = {
             "id": self._asked, "do": do, "target": target, "args": args, "kwargs": kwargs,
@@ -111,7 +100,11 @@ class Session:
         }  # fmt: skip
         try:
             with _disable_current_modes():
-                reply = self._exchange(request, end)
+                self.connection.settimeout(max(end - time.monotonic(), 1e-3))
+                send(self.connection, pack(request, _name_of))
+                reply = unpack(receive(self.connection, limit=MAX_REPLY, deadline=end))
+                if not isinstance(reply, dict):
+                    raise FrameError("an answer that is no dict")
                 raised = _exception_of(reply["error"]) if "error" in reply else None
         except TimeoutError:
             self._fail(SessionTimeout("the call took too long"))
@@ -131,28 +124,16 @@ class Session:
             vars(mode).update({name: known[name] for name in vars(mode) if name in known})
         return reply
 
-    def _exchange(self, request: Any, end: float) -> dict[str, Any]:
-        frame = pack(request, self._refer)
-        while True:
-            if (left := end - time.monotonic()) <= 0:
-                raise TimeoutError
-            self.connection.settimeout(left)
-            send(self.connection, frame)
-            reply = unpack(receive(self.connection, limit=MAX_REPLY, deadline=end))
-            if not isinstance(reply, dict):
-                raise FrameError("an answer that is no dict")
-            if "next" not in reply:
-                return reply
-            if not isinstance(number := reply["next"], int) or not 0 <= number < len(self._streams):
-                raise FrameError("no such stream")
-            last = object()
-            item = next(self._streams[number], last)
-            frame = pack({"stop": True} if item is last else {"stop": False, "item": item})
-
     def _fail(self, failure: SessionDied) -> NoReturn:
         self.failure = failure
         self.connection.close()
         raise failure from None
+
+
+def _name_of(value: Any) -> Any:
+    """Return the node for a stand-in of a student's object; None for other values."""
+    target = getattr(value, "remote_target", None)
+    return ["name", target] if isinstance(target, str) else None
 
 
 class RemoteFunction:

@@ -131,7 +131,7 @@ class _Worker:
         self.allow = refuse()
 
     def answer(self) -> None:
-        request = self.read()
+        request = unpack(receive(self.connection, limit=2 * MAX_BYTES), self.resolve)
         if request["fused"]:
             self.allow()
         number = request["id"]
@@ -147,14 +147,9 @@ class _Worker:
         del request  # and the arguments with it, before the next ones arrive
         send(self.connection, frame)
 
-    def read(self) -> Any:
-        return unpack(receive(self.connection, limit=2 * MAX_BYTES), self.resolve)
-
     def resolve(self, kind: str, content: Any) -> Any:
         if kind == "name":
             return self.find(content)
-        if kind == "stream":
-            return self.stream(content)
         raise FrameError(f"no known kind: {kind}")
 
     def find(self, name: str) -> Any:
@@ -163,15 +158,6 @@ class _Worker:
         if first not in self.names:
             raise NameError(f"name {first!r} is not defined")
         return functools.reduce(getattr, rest, self.names[first])
-
-    def stream(self, number: int) -> Iterator[Any]:
-        """Ask for the values of the grader's iterator one at a time."""
-        while True:
-            send(self.connection, pack({"next": number}))
-            answer = self.read()
-            if answer["stop"]:
-                return
-            yield answer.pop("item")
 
     def do_describe(self, request: Any) -> dict[str, Any]:
         self.graphs.clear()  # a new check

@@ -22,6 +22,7 @@ from labsupport.checks.verdict import (
     passed,
     results,
     unpack,
+    within,
 )
 from labsupport.profiling.memory import measure_peak_memory
 
@@ -184,7 +185,8 @@ def check_merge_all(student: Student, seed: int = 0) -> None:
         judge_call(student, merge_all, ALL_MISTAKES, (some,), NAMES, where=where, **options)
     for dtype in HALF:
         many = _parts((), 16, 32, tuple(range(1, 13)), seed + 1)
-        _judge_half(student, [(part.to(dtype), part_lse) for part, part_lse in many])
+        some = [(part.to(dtype), part_lse) for part, part_lse in many]
+        _judge_half(call(student, some), some)
     _judge_one_at_a_time(student, seed)
     passed("any number of parts, one at a time, rounded once", seed)
 
@@ -208,11 +210,11 @@ def _judge(student: Student, inputs: Sequence[Tensor], where: str, allowed: floa
     )
 
 
-def _judge_half(student: Student, parts: Sequence[Result], given: Any = None) -> None:
-    """Judge parts in half precision; `given`, a generator for example, replaces their list."""
+def _judge_half(result: Any, parts: Sequence[Result], how: str = "") -> None:
+    """Judge the result of parts in half precision."""
     dtype = parts[0][0].dtype
-    where = f"({len(parts)} parts in {short(dtype)}{', from a generator' if given else ''}) "
-    out, lse = unpack(call(student, given or list(parts)), NAMES)
+    where = f"({len(parts)} parts in {short(dtype)}{how}) "
+    out, lse = unpack(result, NAMES)
     if out.dtype != dtype:
         raise CheckFailed(f"{where}out is {out.dtype}: cast the result to {dtype} at the end.")
     if lse.dtype != torch.float32:
@@ -230,10 +232,8 @@ def _judge_half(student: Student, parts: Sequence[Result], given: Any = None) ->
         )
 
 
-def _judge_one_at_a_time(student: Student, seed: int) -> None:
-    """Judge parts that come one at a time: a ring has room for one."""
-    wide = _parts((), 6, 8, tuple(range(2, 12)), seed + 2)
-    parts = [(part.bfloat16(), part_lse) for part, part_lse in wide]
+def fed(student: Student, parts: Sequence[Result]) -> tuple[Any, int]:
+    """Hand over copies of parts one at a time; return the result, and how many lived at a time."""
     made: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
     most = 0
 
@@ -247,24 +247,30 @@ def _judge_one_at_a_time(student: Student, seed: int) -> None:
             yield fresh
             del fresh
 
-    _judge_half(student, parts, coming())
+    result = student(coming())
+    return result, most
+
+
+def peak_fed(student: Student, part: Tensor, part_lse: Tensor, number: int) -> int:
+    """Hand over one part several times, and return the memory that was in use, in bytes."""
+    coming = ((part.clone(), part_lse.clone()) for _ in range(number))
+    return measure_peak_memory(lambda: student(coming), device="cpu").peak_bytes
+
+
+def _judge_one_at_a_time(student: Student, seed: int) -> None:
+    """Judge parts that come one at a time: a ring has room for one."""
+    wide = _parts((), 6, 8, tuple(range(2, 12)), seed + 2)
+    parts = [(part.bfloat16(), part_lse) for part, part_lse in wide]
+    result, most = call(within(fed, student), parts)
+    _judge_half(result, parts, ", from a generator")
     if most > HELD:
         raise CheckFailed(
             f"while {len(parts)} parts came, up to {most} of them were still in memory. {_ONE}"
         )
-    _refuse_copies(student, seed)
-
-
-def _refuse_copies(student: Student, seed: int) -> None:
-    """Refuse a memory that grows with the number of parts, although none of them is held."""
+    # Nor may the memory grow with the number of parts, although none of them is held.
     ((part, part_lse),) = _parts((), 64, 64, (8,), seed)
     number, most = 48, 24  # a merge in float64 takes 12 times the memory of a part
-
-    def coming() -> Iterator[Result]:
-        for _ in range(number):
-            yield part.clone(), part_lse.clone()
-
-    peak = measure_peak_memory(lambda: call(student, coming()), device="cpu").peak_bytes
+    peak = call(within(peak_fed, student), part, part_lse, number)
     if peak > most * part.nbytes:
         raise CheckFailed(
             f"while {number} parts came, {peak / part.nbytes:.0f} times the memory of a part was "
