@@ -8,10 +8,8 @@ import sys
 import tomllib
 
 import pytest
-from typer.testing import CliRunner
 
 from grader import release
-from labsupport.cli import app
 from labsupport.course.editions import ReleaseError
 from labsupport.paths import notebooks_dir, notebooks_in
 from scripts import texts
@@ -104,11 +102,6 @@ def test_a_folder_that_holds_something_is_refused(tmp_path):
     with pytest.raises(ReleaseError, match="not an empty folder"):
         release.write_project(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_the_command_says_what_it_wrote(tmp_path):
-    said = CliRunner().invoke(app, ["release", "--to", str(tmp_path / "lab")])
-    assert said.stdout == f"written: {tmp_path / 'lab'}, for `make lab` there\n"
 
 
 @pytest.mark.slow

@@ -17,27 +17,32 @@ MOODLE = {
     "Alan M. Turing_4712_assignsubmission_onlinetext/onlinetext.html": "text",
     "Grace Hopper_4713_assignsubmission_file/answers.docx": "text",
 }
-WORKSHEET = (
-    "Identifier,Full name,Email address,Status,Grade,Maximum Grade,Grade can be changed,"
-    '"Last modified (submission)","Last modified (grade)","Feedback comments"\n'
-    + "".join(
-        f'Participant {number},{name},a@example.org,-,,100.00,Yes,-,"Friday, 20 November",\n'
-        for number, name in [(4711, "Ada Lovelace"), (4712, "Alan M. Turing"), (4714, "Kurt Gödel")]
+
+
+def worksheet(people):
+    """Moodle's grading worksheet for people by number."""
+    header = (
+        "Identifier,Full name,Email address,Status,Grade,Maximum Grade,Grade can be changed,"
+        '"Last modified (submission)","Last modified (grade)","Feedback comments"\n'
     )
-)
+    line = 'Participant {},{},a@example.org,-,,100.00,Yes,-,"Friday, 20 November",\n'
+    return header + "".join(line.format(*one) for one in people.items())
+
+
+def gradebook(people):
+    """Canvas's gradebook for people by number."""
+    header = "Student,ID,SIS User ID,SIS Login ID,Section,Lab (77),Current Score\n"
+    header += '"    Points Possible",,,,,100.00,(read only)\n'
+    return header + "".join(f'"{name}",{n},s{n},l{n},A,,\n' for n, name in people.items())
+
+
 CANVAS = {
     "lovelaceada_123_9001_01-Powers.ipynb": "good",
     "turingalan_LATE_125_9002_01-Powers-1.ipynb": "stub",
     "hopper_gracem_126_9003_01-Powers.ipynb": "text",
 }
-GRADEBOOK = (
-    "Student,ID,SIS User ID,SIS Login ID,Section,Lab (77),Current Score\n"
-    '"    Points Possible",,,,,100.00,(read only)\n'
-    '"Lovelace, Ada",123,s1,ada,A,,\n"Turing, Alan",125,s2,alan,A,,\n'
-    '"Gödel, Kurt",129,s3,kurt,B,,\n'
-)
-
-
+WORKSHEET = worksheet({4711: "Ada Lovelace", 4712: "Alan M. Turing", 4714: "Kurt Gödel"})
+GRADEBOOK = gradebook({123: "Lovelace, Ada", 125: "Turing, Alan", 129: "Gödel, Kurt"})
 # Names in letters with marks of their own, as one system composes them and another does not.
 NAMES = ("José Ñuñez", "देवी कुमार", "กิตติชัย ใจดี", "王小明", "Þórður Ægisson")
 
@@ -46,29 +51,16 @@ NAMES = ("José Ñuñez", "देवी कुमार", "กิตติชั
 @pytest.mark.parametrize("system", ["Moodle", "Canvas"])
 def test_names_in_all_letters_find_their_rows_and_go_back(graded, system, form):
     people = dict(enumerate(NAMES, 4721))
-    if system == "Moodle":
-        files = {
-            f"{name}_{n}_assignsubmission_file/01-Powers.ipynb": n for n, name in people.items()
-        }
-        students = (
-            WORKSHEET.split("\n")[0]
-            + "\n"
-            + "".join(
-                f"Participant {n},{name},a@example.org,-,,100.00,Yes,-,-,\n"
-                for n, name in people.items()
-            )
-        )
-    else:
-        files = {f"{name.replace(' ', '').lower()}_{n}_9{n}_01-Powers.ipynb": n
-                 for n, name in people.items()}  # fmt: skip
-        students = (
-            GRADEBOOK.split("\n")[0]
-            + "\n"
-            + "".join(f"{name},{n},s{n},l{n},A,,\n" for n, name in people.items())
-        )
+    students, form_of_name = {
+        "Moodle": (worksheet, "{}_{}_assignsubmission_file/01-Powers.ipynb"),
+        "Canvas": (gradebook, "{0}_{1}_9{1}_01-Powers.ipynb"),
+    }[system]
+    files = [form_of_name.format(name, n) for n, name in people.items()]
+    if system == "Canvas":
+        files = [file.replace(" ", "").lower() for file in files]
     other = {"NFC": "NFD", "NFD": "NFC"}[form]
     files = {unicodedata.normalize(form, name): "good" for name in files}
-    (header, *rows), feedback = graded(files, unicodedata.normalize(other, students), "0")
+    (header, *rows), feedback = graded(files, unicodedata.normalize(other, students(people)), "0")
     rows = [dict(zip(header, row, strict=True)) for row in rows]
     names = [row.get("Full name") or row["Student"] for row in rows]
     assert [name for name in names if "Points" not in name] == list(NAMES)

@@ -27,8 +27,6 @@ def spoil(x):
     elif isinstance(x, list): x.append(3)
     else: x["ms"] *= 2
     return 1
-def large(n): return torch.zeros(n, n).sum()
-def attends(x): return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 def fails(): raise FileNotFoundError("no such thing")
 class Own(ValueError): pass
 def fails_in_a_group(): raise ExceptionGroup("many", [ValueError("one"), KeyError("two")])
@@ -84,25 +82,6 @@ def test_a_backward_that_is_not_written_says_so(session):
 def test_a_function_that_changes_its_argument_is_told(session, given):
     with pytest.raises(CheckFailed, match="spoil changed its argument number 1"):
         session.remote("spoil")(given)
-
-
-def test_a_dispatch_mode_around_a_call_watches_it_over_there(session):
-    from labsupport.profiling.memory import LargestTensor
-
-    with LargestTensor() as largest:
-        session.remote("large")(10)
-    assert (largest.numel, largest.shape) == (100, (10, 10))
-
-
-@pytest.mark.slow
-def test_fused_attention_is_refused_until_an_exercise_may_use_it():
-    x = torch.ones(1, 1, 2, 4)
-    with students(SOURCE) as sessions:
-        session = next(sessions)
-        with pytest.raises(RuntimeError, match="asks to write"):
-            session.remote("attends")(x)
-        session.fused = True
-        assert session.remote("attends")(x).shape == x.shape
 
 
 def test_exceptions_have_their_names_and_are_what_they_derive_from(session):

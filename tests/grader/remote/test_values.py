@@ -42,10 +42,6 @@ def test_strides_arrive(x):
     assert x.numel() == 0 or x.stride() == y.stride()
 
 
-def test_gradients_are_wanted_over_there_too():
-    assert there_and_back(torch.ones(2, requires_grad=True)).requires_grad
-
-
 def test_arrays_and_numbers_of_numpy_arrive():
     x = np.arange(6).reshape(2, 3)
     assert np.array_equal(there_and_back(x), x)

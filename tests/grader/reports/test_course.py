@@ -3,7 +3,7 @@
 import pytest
 
 from grader.reports.pages import Course
-from tests.grader.reports.small_course import SQUARE, check, perfect, result
+from tests.grader.reports.conftest import SQUARE, check, perfect, result
 
 
 def mistakes(course):

@@ -20,7 +20,7 @@ from grader.reports.pages import (
     student_page,
     texts_of,
 )
-from tests.grader.reports.small_course import ROOT, SQUARE, check, flag, perfect, result
+from tests.grader.reports.conftest import ROOT, SQUARE, check, flag, perfect, result
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&{{ 7 * 7 }}\x1b[31m\x00\u202e"
 # Elements and attributes that could run something, or fetch something from elsewhere.
@@ -44,12 +44,7 @@ def hostile(notebooks):
         check(HOSTILE, "timeout", HOSTILE, exercise=HOSTILE),
     )
     results = [
-        result(
-            HOSTILE,
-            *checks,
-            path=HOSTILE,
-            flags=(flag(HOSTILE, HOSTILE),),
-        ),
+        result(HOSTILE, *checks, path=HOSTILE, flags=(flag(HOSTILE, HOSTILE),)),
         result(HOSTILE, notebook=HOSTILE, reason=HOSTILE),
         perfect("ada"),
     ]
@@ -64,6 +59,16 @@ def pages_of(course):
     return [overview(course), *(student_page(course, student) for student in course.students)]
 
 
+@pytest.fixture
+def page_of(notebooks):
+    """The page of a student with these checks."""
+
+    def made(*checks, **more):
+        return student_page(Course.of([result("ada", *checks, **more)], notebooks), "ada")
+
+    return made
+
+
 def test_whatever_students_write_is_shown_as_text_and_never_becomes_an_element(notebooks):
     pages = pages_of(hostile(notebooks))
     for page in pages:
@@ -72,6 +77,11 @@ def test_whatever_students_write_is_shown_as_text_and_never_becomes_an_element(n
             assert element.tag not in RUNS
             assert not FETCHES & set(element.attrib)
             assert not [name for name in element.attrib if name.startswith("on")]
+        (policy,) = (m.get("content") for m in tree(page).iter("meta") if m.get("http-equiv"))
+        only_the_style = r"default-src 'none'; style-src 'sha256-[\w+/]{43}='; base-uri 'none'; "
+        assert re.fullmatch(f"{only_the_style}form-action 'none'", policy)
+        assert "url(" not in page
+        assert "@import" not in page
     for page in pages[:2]:
         assert "<script>alert(1)</script>" in text(tree(page))
         assert "{{ 7 * 7 }}" in text(tree(page))
@@ -88,18 +98,6 @@ def test_all_links_lead_to_a_place_on_the_page_or_to_another_report(notebooks, t
             target = link.get("href")
             there = target in places or target.startswith("http://localhost:8888/lab/tree/")
             assert there or (path.parent / re.sub("%2B", "+", target)).is_file(), target
-
-
-def test_the_pages_policy_allows_its_own_style_and_nothing_else(notebooks):
-    for page in pages_of(hostile(notebooks)):
-        policy = next(m for m in tree(page).iter("meta") if m.get("http-equiv"))
-        assert re.fullmatch(
-            r"default-src 'none'; style-src 'sha256-[\w+/]{43}='; base-uri 'none'; "
-            r"form-action 'none'",
-            policy.get("content"),
-        )
-        assert "url(" not in page
-        assert "@import" not in page
 
 
 def test_a_students_page_says_what_was_asked_what_came_out_and_which_mistake(notebooks):
@@ -128,21 +126,20 @@ def test_a_students_page_says_what_was_asked_what_came_out_and_which_mistake(not
         assert others not in said
 
 
-def test_the_next_step_is_where_most_points_are_missing(notebooks):
-    def page(*statuses):
-        names = [("values", SQUARE), ("signs", SQUARE), ("values", ROOT)]
-        checks = [
-            check(n, s, exercise=e, points=2.0 if n == "values" and e == SQUARE else 1.0)
-            for (n, e), s in zip(names, statuses, strict=True)
-        ]
-        return text(tree(student_page(Course.of([result("ada", *checks)], notebooks), "ada")))
-
-    assert "Next step: Exercise 1-1" in page("not written", "passed", "failed")
-    assert "Next step: Exercise 1-1" in page("passed", "failed", "not written")
-    assert "Next step: Exercise 1-2" in page("passed", "not written", "failed")
-    everything = student_page(Course.of([perfect("ada")], notebooks), "ada")
-    assert "Everything is solved." in everything
-    assert "Next step" not in everything
+@pytest.mark.parametrize(
+    ("values", "signs", "root", "said"),
+    [
+        ("not written", "passed", "failed", "Next step: Exercise 1-1"),
+        ("passed", "failed", "not written", "Next step: Exercise 1-1"),
+        ("passed", "not written", "failed", "Next step: Exercise 1-2"),
+        ("passed", "passed", "passed", "Everything is solved."),
+    ],
+)
+def test_the_next_step_is_where_most_points_are_missing(page_of, values, signs, root, said):
+    checks = check("values", values, points=2.0), check("signs", signs)
+    page = text(tree(page_of(*checks, check("values", root, exercise=ROOT))))
+    assert said in page
+    assert ("Next step" in page) == ("Next step" in said)
 
 
 def test_an_instructors_points_and_remark_take_the_place_of_a_checks(notebooks, tmp_path):
@@ -177,41 +174,27 @@ def test_a_students_page_holds_all_of_their_notebooks_and_why_one_was_refused(no
     assert not list(page.iter("table"))
 
 
-def test_what_several_checks_say_is_said_once(notebooks):
-    def page(status):
-        checks = [check(name, status, "The same.") for name in ("values", "signs")]
-        return student_page(Course.of([result("ada", *checks)], notebooks), "ada")
-
-    assert page("not written").count("The same.") == 1
-    assert page("failed").count("The same.") == page("failed").count("As above.") == 1
+@pytest.mark.parametrize(("status", "again"), [("not written", 0), ("failed", 1)])
+def test_what_several_checks_say_is_said_once(page_of, status, again):
+    page = page_of(*(check(name, status, "The same.") for name in ("values", "signs")))
+    assert (page.count("The same."), page.count("As above.")) == (1, again)
 
 
-def test_a_giant_message_is_cut_and_the_help_after_an_exception_is_not(notebooks):
-    def page(said):
-        own = result("ada", check("values", "failed", said))
-        return student_page(Course.of([own], notebooks), "ada")
-
-    giant = page("x" * 1_000_000)
+def test_a_giant_message_is_cut_and_the_help_after_an_exception_is_not(page_of):
+    giant = page_of(check("values", "failed", "x" * 1_000_000))
     assert " …" in giant
     assert len(giant) < 50_000
-    assert "the last block may be shorter." in page(
-        f"f raised ValueError: {'x' * 290}\nIn a loop, the last block may be shorter."
-    )
+    helped = f"f raised ValueError: {'x' * 290}\nIn a loop, the last block may be shorter."
+    assert "the last block may be shorter." in page_of(check("values", "failed", helped))
 
 
 def test_the_overview_shows_points_by_exercise_and_mistakes(notebooks):
     wrong = "square(-1) is negative."
+    half = check("values", points=2.0), check("signs", "failed", wrong)
+    half += (check("values", "not written", exercise=ROOT),)
     results = [
         perfect("ada"),
-        *(
-            result(
-                name,
-                check("values", points=2.0),
-                check("signs", "failed", wrong),
-                check("values", "not written", exercise=ROOT),
-            )
-            for name in ("bob", "cy")
-        ),
+        *(result(name, *half) for name in ("bob", "cy")),
         result(
             "eve",
             reason="It is no JSON.",

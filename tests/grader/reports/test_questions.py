@@ -4,7 +4,7 @@ import pytest
 
 from grader.grade.submissions import pristine_notebooks
 from grader.reports.pages import asked_by, questions_of
-from tests.grader.reports.small_course import ROOT, SQUARE
+from tests.grader.reports.conftest import ROOT, SQUARE
 
 
 def test_an_exercise_has_its_card_and_the_points_of_its_checks_in_order(notebooks):

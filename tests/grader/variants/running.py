@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ BYSTANDERS = ("a-bystander", "bystander-a", "m-bystander", "z-bystander")
 NAMES = {identifier: exercise for exercise, identifier in EXERCISES.items()}
 COURSE, OUT = "instructors-7Q4", "results-7Q4"
 # What hostile submissions leave, where they can. The port is put in when they are handed in.
-SURVIVOR, PORT = "86471.2193", "PORT_OF_THE_LISTENER"
+SURVIVOR, CALLER, PORT = "86471.2193", "calls-out", "PORT_OF_THE_LISTENER"
 LEFT_IN_TMP = ("fill-7Q4-0", "hostile-7Q4", "evil")
 
 
@@ -30,13 +30,11 @@ class Graded:
     """Results of a batch by student, and reports of the witnesses: what attacks did and left."""
 
     results: dict[str, list[SubmissionResult]]
-    course: Path
-    submissions: Path
     out: Path
-    changed: list[str] = field(default_factory=list)
-    connections: int = 0
-    survivors: list[str] = field(default_factory=list)
-    litter: list[str] = field(default_factory=list)
+    changed: list[str]
+    connections: int
+    survivors: list[str]
+    litter: list[str]
 
     def points(self, student: str) -> dict[str, float]:
         """The student's points by exercise; exercises without a result are left out."""
@@ -55,39 +53,6 @@ class Graded:
             lines += [f"  {c.grade_id}: {c.status} {c.message[:900]}" for c in result.checks]
             lines += [f"  flag {f.kind} {f.grade_id}: {f.text[:200]}" for f in result.flags]
         return "\n".join(lines)
-
-
-def settings_for(course: Path, **options: object) -> Settings:
-    """Short limits, so that what never ends costs seconds."""
-    limits = {
-        "cell_timeout_s": 15.0,
-        "notebook_timeout_s": 60.0,
-        "memory_bytes": 3 * 2**29,
-        "jobs": 2,
-        "unconfined": True,  # some machines that test can do no better
-    }
-    return Settings(**{**limits, "notebooks": course, **options})  # type: ignore[arg-type]
-
-
-def hand_in(
-    variants: Iterable[Variant],
-    bystanders: Iterable[str],
-    submissions: Path,
-    course: Path,
-    port: int,
-) -> None:
-    """Write everybody's submission into a folder of their own."""
-    submissions.mkdir(parents=True, exist_ok=True)
-    for name in bystanders:
-        (submissions / name).mkdir()
-        (submissions / name / "01-Small.ipynb").write_text(Copy(course).solve().text())
-    for variant in variants:
-        variant.hand_in(submissions / variant.name, course)
-        notebook = submissions / variant.name / "01-Small.ipynb"
-        if notebook.is_file() and notebook.stat().st_size < 10**6:
-            data = notebook.read_bytes()
-            if PORT.encode() in data:
-                notebook.write_bytes(data.replace(PORT.encode(), str(port).encode()))
 
 
 def _state(*folders: Path) -> dict[str, str]:
@@ -133,24 +98,31 @@ def _survivors() -> list[str]:
 
 
 def grade_all(
-    variants: Iterable[Variant],
-    folder: Path,
-    bystanders: Iterable[str] = BYSTANDERS,
-    **options: object,
+    variants: Iterable[Variant], folder: Path, bystanders: Iterable[str] = BYSTANDERS, jobs: int = 2
 ) -> Graded:
-    """Hand all in, and grade them in one batch: most of the hostile ones wait for their limits."""
+    """Hand all in, each in a folder of its own, and grade them in one batch."""
     course, submissions, out = folder / COURSE, folder / "submissions", folder / OUT
     home, canary = folder / "home-7Q4", folder / "canary"
     write_course(course)
-    home.mkdir()
+    for place in (submissions, home):
+        place.mkdir()
     (home / "thesis.txt").write_text("the only copy")
+    # Short limits, so that what never ends costs seconds. Some machines can do no better than
+    # `unconfined`.
+    settings = Settings(15.0, 60.0, 3 * 2**29, jobs, course, unconfined=True)
     with _listening() as (port, heard), pytest.MonkeyPatch.context() as patch:
-        hand_in(variants, bystanders, submissions, course, port)
+        for name in bystanders:
+            (submissions / name).mkdir()
+            (submissions / name / "01-Small.ipynb").write_text(Copy(course).solve().text())
+        for variant in variants:
+            variant.hand_in(submissions / variant.name, course)
+        caller = submissions / CALLER / "01-Small.ipynb"
+        if caller.exists():
+            caller.write_text(caller.read_text().replace(PORT, str(port)))
         patch.setenv("LABSUPPORT_TEST_CANARY", str(canary))
         before = _state(course, submissions, home)
         patch.setenv("HOME", str(home))
-        found = find_submissions(submissions, notebooks=course)
-        results = run_batch(found, out, settings_for(course, **options))
+        results = run_batch(find_submissions(submissions, notebooks=course), out, settings)
         after = _state(course, submissions, home)
         connections = len(heard)
     by_student: dict[str, list[SubmissionResult]] = {}
@@ -159,7 +131,6 @@ def grade_all(
     changed = [p for p in before.keys() | after.keys() if before.get(p) != after.get(p)]
     # What the grader itself, or PyTorch within it, caches in a home directory is its own business.
     changed = [p for p in changed if not p.startswith(f"{home}/.")]
-    litter = [str(Path("/tmp", name)) for name in LEFT_IN_TMP if Path("/tmp", name).exists()]
-    if canary.exists():
-        litter.append(str(canary))
-    return Graded(by_student, course, submissions, out, changed, connections, _survivors(), litter)
+    left = [canary, *(Path("/tmp", name) for name in LEFT_IN_TMP)]
+    litter = [str(path) for path in left if path.exists()]
+    return Graded(by_student, out, changed, connections, _survivors(), litter)
