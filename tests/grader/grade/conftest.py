@@ -7,16 +7,13 @@ from grader.grade.results import Settings
 from grader.grade.submissions import find_submissions
 
 V4 = nbformat.v4
-SQUARE = '''def square(x):
-    """Return x times x."""
+SOLVED = '''def {}(x):
+    """Return {}."""
     ### BEGIN SOLUTION
-    return x * x
+    return {}
     ### END SOLUTION'''
-CUBE = '''def cube(x):
-    """Return x times x times x."""
-    ### BEGIN SOLUTION
-    return x * x * x
-    ### END SOLUTION'''
+SQUARE = SOLVED.format("square", "x times x", "x * x")
+CUBE = SOLVED.format("cube", "x times x times x", "x * x * x")
 GOOD_SQUARE, GOOD_CUBE = "def square(x):\n    return x ** 2", "def cube(x):\n    return x ** 3"
 HIDDEN = (
     "assert square(3) == 9\n### BEGIN HIDDEN TESTS\nassert square(-4) == 16\n### END HIDDEN TESTS"
@@ -31,23 +28,25 @@ def graded(grade_id, **roles):
 def make_notebook(square, cube, before=(), after=()):
     """The exercises' notebook; None leaves a solution cell out."""
     check = {"grade": True, "locked": True}
+
+    def solution(name, source):
+        given = [] if source is None else [source]
+        return [V4.new_code_cell(text, metadata=graded(name, solution=True)) for text in given]
+
     cells = [
         V4.new_code_cell("import math\n\nbase, unused = 2, math.tau"),
         *(V4.new_code_cell(text) for text in before),
-        V4.new_code_cell(square or "", metadata=graded("ex-1-1-square", solution=True)),
+        *solution("ex-1-1-square", square),
         V4.new_code_cell(HIDDEN, metadata=graded("ex-1-1-square-signs", points=2, **check)),
         V4.new_code_cell(
             "assert square(5) == 25", metadata=graded("ex-1-1-square-five", points=1, **check)
         ),
-        V4.new_code_cell(cube or "", metadata=graded("ex-1-2-cube", solution=True)),
+        *solution("ex-1-2-cube", cube),
         V4.new_code_cell(
             "assert cube(3) == 27", metadata=graded("ex-1-2-cube-three", points=2, **check)
         ),
         *(V4.new_code_cell(text) for text in after),
     ]
-    kept = {"ex-1-1-square": square, "ex-1-2-cube": cube}
-    names = [cell.metadata.get("nbgrader", {}).get("grade_id") for cell in cells]
-    cells = [c for c, name in zip(cells, names, strict=True) if kept.get(name, "") is not None]
     return V4.new_notebook(cells=cells)
 
 

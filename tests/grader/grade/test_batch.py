@@ -60,6 +60,7 @@ def test_everybody_is_graded_and_a_second_run_grades_nobody_again(run_batch):
     again = run_batch(resume=True, tell=lambda result, done: told.append("again"))
 
     assert points(results) == {"ada": 5, "bob": 3, "eve": 0, "joe": 0}
+    assert [result.points for result in results] == [5, 5, 5, 5]
     assert told == [1, 2, 3, 4]
     assert again == results
 

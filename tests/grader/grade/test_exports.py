@@ -55,9 +55,8 @@ def test_names_in_all_letters_find_their_rows_and_go_back(graded, system, form):
         "Moodle": (worksheet, "{}_{}_assignsubmission_file/01-Powers.ipynb"),
         "Canvas": (gradebook, "{0}_{1}_9{1}_01-Powers.ipynb"),
     }[system]
-    files = [form_of_name.format(name, n) for n, name in people.items()]
-    if system == "Canvas":
-        files = [file.replace(" ", "").lower() for file in files]
+    short = (lambda name: name.replace(" ", "").lower()) if system == "Canvas" else str
+    files = [form_of_name.format(short(name), n) for n, name in people.items()]
     other = {"NFC": "NFD", "NFD": "NFC"}[form]
     files = {unicodedata.normalize(form, name): "good" for name in files}
     (header, *rows), feedback = graded(files, unicodedata.normalize(other, students(people)), "0")
