@@ -36,15 +36,8 @@ def release_command(
 def write_project(target: Path, notebooks: Path | None = None) -> Path:
     """Write the project as students get it: a folder in which `make lab` works.
 
-    Tests, grader, text twins of notebooks and history contain solutions, and stay here.
-
-    Args:
-        target: the folder; it must not exist, or be empty.
-        notebooks: the folder of the solved notebooks; the lab's own if None.
-
-    Raises:
-        ReleaseError: a notebook is refused, or `target` holds something.
-        OSError: the folder cannot be written to.
+    Tests, grader, text twins of notebooks and history contain solutions, and stay here. Raise
+    ReleaseError if a notebook is refused, or `target` holds something.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ReleaseError(f"{target} is not an empty folder; choose another one with --to")

@@ -200,13 +200,10 @@ def run_batch(
     resume: bool = False,
     tell: Callable[[SubmissionResult, int], None] = lambda result, done: None,
 ) -> list[SubmissionResult]:
-    """Grade all; each result is on disk (OUT/results.jsonl) before the next is begun.
+    """Grade all, and return their results; each is in OUT/results.jsonl before the next is begun.
 
     To `resume` is to go on in an OUT that holds results, without grading the same file again.
     `tell` is called with each new result, and how many are done.
-
-    Returns:
-        the results of these submissions in their order, also those of earlier runs.
 
     Raises:
         ValueError: OUT holds results, and `resume` is False.

@@ -12,8 +12,8 @@ import re
 import symtable
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from grader.grade.results import Flag
 from grader.grade.submissions import Cell, Pristine, Submission
@@ -26,16 +26,14 @@ _SOLUTION = re.compile("### BEGIN SOLUTION.*?### END SOLUTION", re.DOTALL)
 _HIDDEN = re.compile("### BEGIN HIDDEN TESTS.*?### END HIDDEN TESTS", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A cell to run, which may be an exercise's solution."""
 
     source: str
     exercise: str = ""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Cells that run for a submission in the student's order, and what is known before.
 
     `absent` has (status, message) by exercise whose solution cell is missing or as it was given.

@@ -7,7 +7,6 @@ no network, no processes but threads, no home, no /etc beyond what programs need
 import atexit
 import compileall
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -51,8 +50,7 @@ _PROGRAM = "import sys, grader.remote.worker; grader.remote.worker.main(sys.argv
 def package_folder() -> Path:
     """Return the folder with the package that a sandbox imports: a copy without the solutions.
 
-    It is made once, for this process and the workers that it starts, and removed at the end; or, if
-    that is killed, when the next grader begins.
+    It is made once, for this process and its workers; at the end it goes, or with the next grader.
     """
     if _PACKAGE not in os.environ:
         for left in Path(tempfile.gettempdir()).glob(f"{_OURS}*-*"):
@@ -168,7 +166,7 @@ class Sandbox(contextlib.ExitStack):
             "cell_timeout_s": self.settings.cell_timeout_s,
             # Experiments of the student's must not use up the time that the exercises need.
             "own_cells_s": self.settings.notebook_timeout_s / 3,
-            "steps": [dataclasses.asdict(step) for step in steps],
+            "steps": steps,
         }
         limited, _ = self.enter_context(limits(self.settings.memory_bytes))
         package = package_folder()
@@ -262,10 +260,8 @@ _EACH = "ulimit -n 256; ulimit -f 65536; ulimit -c 0; echo 1000 > /proc/self/oom
 def limits(memory_bytes: int) -> Iterator[tuple[list[str], str]]:
     """Limit memory, tasks (threads) and cores (one) of a submission's processes together.
 
-    systemd makes the group where it runs the machine; otherwise we do, in the groups that this
-    process is in (version 2 or 1).
-
-    Yields what to put before the command, and a sentence on what is not limited, or "".
+    systemd makes the group where it runs the machine; otherwise we do, in those of this process
+    (version 2 or 1). Yields what to put before the command, and what is not limited, or "".
     """
     if Path("/run/systemd/system").is_dir() and shutil.which("systemd-run"):
         options = [f"MemoryMax={memory_bytes}", "MemorySwapMax=0", "TasksMax=256", "CPUQuota=100%"]

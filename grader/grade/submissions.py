@@ -320,14 +320,9 @@ def find_submissions(
     `folder`, or the beginning of a file's name: STUDENT--NOTEBOOK.ipynb, STUDENT_NOTEBOOK.ipynb.
     A file with the lab's own name belongs to the student after whom `folder` is named.
 
-    Args:
-        folder: of students' folders, or of notebooks; the zip of a course system; or one notebook.
-        notebooks: the folder of the solved ones.
-        due: later files get a flag "late". Zips of Moodle and Canvas don't tell, so theirs don't.
-        late: with "ignore", late files are refused, and an earlier one counts.
-
-    Raises:
-        ValueError: there is no such folder, or no notebook in it.
+    Files after `due` get a flag "late", but for those in zips of Moodle and Canvas, which don't
+    tell; to "ignore" `late` ones is to refuse them, so that an earlier one counts. Raise ValueError
+    if there is no such folder, zip or notebook, or no notebook in it.
     """
     pristine = pristine_notebooks(notebooks)
     home = folder.resolve().name if folder.is_dir() else folder.resolve().parent.name

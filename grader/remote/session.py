@@ -3,7 +3,6 @@
 import builtins
 import socket
 import time
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -177,10 +176,10 @@ def _exception_of(chain: Any) -> Exception:
     """Make an exception from the names of its classes and its message, with its causes."""
     if not isinstance(chain, list) or not 0 < len(chain) <= 8:
         raise FrameError("an exception that is none")
-    made = [_exception(one) for one in chain]
-    for one, cause in pairwise(made):
+    first, *causes = made = [_exception(one) for one in chain]
+    for one, cause in zip(made, causes, strict=False):
         one.__cause__ = cause
-    return made[0]
+    return first
 
 
 def _exception(one: Any) -> Exception:

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -140,7 +140,8 @@ class Watch:
             function = inspect.unwrap(getattr(one, "__func__", one))
             if isinstance(run := getattr(one, "run", None), MethodType) and hasattr(one, "fn"):
                 name = str(getattr(one, "__name__", "kernel"))  # a kernel of Triton's
-                inner[name], one.run = run, partial(_kernel, called, name)
+                inner[name] = run
+                one.run = lambda *args, _own=name, **kwargs: called(_own, args, kwargs)
             elif isinstance(function, FunctionType) and not function.__closure__:
                 code, name = function.__code__, function.__qualname__
                 if code.co_filename == file and ONLY.get(answer, name) in (name, code.co_name):
@@ -232,7 +233,3 @@ class Leaving(TorchFunctionMode):
 
 
 TAKES = "takes numbers out of PyTorch by"
-
-
-def _kernel(called: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    return called(name, args, kwargs)

@@ -83,15 +83,12 @@ def main(descriptor: str) -> None:
     left = plan["own_cells_s"]
     signal.signal(signal.SIGALRM, _too_long)
     with open(os.devnull, "w") as sink, _REDIRECT[0](sink), _REDIRECT[1](sink):
-        for number, step in enumerate(plan["steps"]):
+        for number, (source, exercise) in enumerate(plan["steps"]):
             send(connection, pack({"step": number}))
             limit, start = plan["cell_timeout_s"], time.monotonic()
-            if not step["exercise"]:
-                limit = max(1.0, min(limit, left))
-            error = _run(shell, step["source"], limit)
+            error = _run(shell, source, limit if exercise else max(1.0, min(limit, left)))
             first_error = first_error or error
-            if not step["exercise"]:
-                left -= time.monotonic() - start
+            left -= 0.0 if exercise else time.monotonic() - start
     send(connection, pack({"first_error": first_error}))
     serve(shell.user_ns, connection, watch)
 

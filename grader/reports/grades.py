@@ -180,15 +180,9 @@ def write_reports(
 ) -> tuple[list[SubmissionResult], list[Path]]:
     """Write `overview.html`, `points.csv`, `grades.csv`, `students/*.html` and `return/*`.
 
-    Older reports in the folder are replaced. A student's page stands alone, to be sent. Of two
-    results for a student and notebook the later counts. OUT's `overrides.csv` (student, check,
-    points, remark) changes them, if it is there. The submissions have the texts of cells.
-
-    Returns:
-        the results with the overrides, and the files, the overview first.
-
-    Raises:
-        ValueError: a line of the overrides names no check of a student's, or has no points.
+    Of two results for a student and notebook the later counts. OUT's `overrides.csv` (student,
+    check, points, remark) changes them; a line without points, or of no check, is a ValueError. The
+    submissions have the texts of cells. Return the results, and the files, the overview first.
     """
     results = _overruled(results, out)
     course = Course.of(results, notebooks, class_list)
