@@ -211,13 +211,10 @@ def test_a_file_after_the_date_is_marked_unless_a_download_has_lost_its_time(
         return [flag.kind for flag in flags]
 
     assert (kinds(2999), kinds(2000)) == ([], ["late"])
+    late = only(submissions, solved_folder, due=DUE, late="ignore")
+    assert (late.refused, [flag.kind for flag in late.flags]) == ("it came late", ["late"])
     (submissions / "ada").rename(submissions / "Ada_1_assignsubmission_file")
     assert kinds(2000) == []
-
-
-def test_a_late_file_alone_is_refused_if_asked(submissions, solved_folder):
-    one = only(submissions, solved_folder, due=DUE, late="ignore")
-    assert (one.refused, [flag.kind for flag in one.flags]) == ("it came late", ["late"])
 
 
 @pytest.mark.slow

@@ -87,9 +87,3 @@ def cells(exercises: str, *, stubs: bool = False) -> dict[str, tuple[str, bool]]
             if data and cell.cell_type == "code" and data["grade_id"].startswith(exercises):
                 found[data["grade_id"]] = cell.source, data["grade"]
     return found
-
-
-def all_stubs(exercises: str) -> str:
-    """All solution cells of exercises as they are handed out, as one program."""
-    found = cells(exercises, stubs=True).values()
-    return IMPORTS + "\n\n".join(source for source, check in found if not check)
