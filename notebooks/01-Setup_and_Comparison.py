@@ -87,7 +87,7 @@ plotting.plot_weights(
 
 # %% [markdown]
 # The number $-10^9$ does not fit into float16, which ends at 65,504. $-10^4$ fits, but has another fault: section 1.10.
-# With $-\infty$, a row whose keys are all hidden becomes $0/0$ = NaN. Padding makes such rows. FlashAttention and
+# With $-\infty$, a row whose keys are all hidden becomes $0/0$ = NaN. Such rows appear in 1.10. FlashAttention and
 # PyTorch's `scaled_dot_product_attention` (SDPA) *define* the output of such a row as 0, and so will you.
 #
 # ### Exercise 1-1 · Textbook attention with a mask
@@ -186,7 +186,7 @@ def score_bytes(batch, heads, seqlen, bytes_per_element):
 #
 # $\sqrt{140\cdot2^{30}/(2\cdot32\cdot2)}$, about 34,000. In training, $P$ of *every layer* is stored for the
 # backward pass. With 32 layers the limit is at $\sqrt{140\cdot2^{30}/(32\cdot32\cdot2)}$, about 8,600 tokens:
-# the black line of the first figure. </details>
+# the solid black line of the first figure. </details>
 #
 # Now a measurement. `measure_peak_memory` counts the bytes that a call allocates at its peak. Guess: how many MiB does
 # textbook attention need at 4,096 tokens, in float32, with your number of heads?
@@ -248,8 +248,8 @@ pd.DataFrame(
 #
 # ![Textbook attention: four kernels pass S and P on through the slow memory, in six trips. FlashAttention: one kernel reads Q, K, V and writes O.](../theory/figures/textbook-passes.png)
 #
-# A *kernel* is a function that the device runs in one go, as many copies, called *programs*, each with its own part of
-# the data. PyTorch runs four: together, six trips of $N \times N$ numbers; without the scaling, four trips.
+# A *kernel* is a function that the device starts once, in many copies, called *programs*, each for a part of the data.
+# PyTorch runs four: together, six trips of $N \times N$ numbers; if $Q$ is scaled, only four.
 #
 # Two things take time: moving the bytes, and the arithmetic, $4N^2d$ floating-point operations (FLOPs) per head. Guess:
 # on an H200, with four trips at 4,096 tokens, moving the bytes takes how many times as long as the arithmetic?
@@ -279,7 +279,7 @@ checks.compare_prediction(
 # %% [markdown]
 # ## 1.4 · The obstacle: softmax wants the whole row
 #
-# To normalise a row you need the sum over all its entries, and first its largest entry: $e^{s}$ overflows for large
+# To normalise a row you need the sum of all its $e^{s}$, and first its largest entry: $e^{s}$ overflows for large
 # $s$, so the largest entry is subtracted. What if you take the softmax of each block, and add up the results?
 
 # %% tags=["nbval-check-output"]
@@ -602,7 +602,7 @@ else:
 # %% [markdown]
 # The next cell measures the textbook (`standard`), your function (`mine`) and PyTorch's FlashAttention kernel
 # (`sdpa_flash`; on an older GPU `sdpa_efficient`), with the same inputs, without a mask. It takes up to a minute. Each
-# line of your function is a kernel, which costs time; its small tiles save memory, in long texts also time. Guess: at
+# line of your function is a kernel, which costs time; its small tiles save memory, on a CPU also time. Guess: at
 # 4,096 tokens, PyTorch's kernel is how many times as fast as the textbook?
 
 # %%
@@ -650,8 +650,8 @@ plotting.plot_memory(
 # %% [markdown]
 # ### Out of memory is a result
 #
-# At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure, so that your machine does
-# not freeze (allowing twice the formula); on a GPU it tries.
+# At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure, from twice the
+# formula, so that your machine does not freeze; on a GPU it tries.
 
 # %%
 cases = grid(["standard"], [262_144], heads=heads, head_dim=head_dim, dtype="float32")
@@ -831,7 +831,7 @@ for name, guess in (
     ("FlashAttention, float16", predicted_nan_flash),
 ):
     nan = int(overflow["NaN in output"][name])
-    print(f"{name}: {nan:,} of 1,024 numbers are NaN; you predicted {guess}")
+    checks.compare_prediction(f"NaN among 1,024 numbers, {name}", guess, nan)
 
 
 # %% [markdown]

@@ -391,7 +391,7 @@ def nothing(module, query, key, value, attention_mask, **kwargs):
 
 
 models.register_attention("nothing", nothing)
-reading = models.measure_model(model, ids, lengths=lengths, max_seconds=0.3)  # about 20 s
+reading = models.measure_model(model, ids, lengths=lengths, max_seconds=0.3)  # up to a minute
 reading = speedup(reading, over="eager")
 bare = models.measure_model(
     model, ids, attentions=["nothing"], lengths=lengths[-1:], max_seconds=0.3
@@ -444,13 +444,13 @@ else:
     print("Noise: other programs disturbed the measurement above. Run it again when they end.")
 
 # %% [markdown]
-# The gain by the formula must equal the measured one: $s$ and $g$ come from the same times. The limit is new: a better
-# kernel cannot bring more. A longer text can: attention's FLOPs grow with the square of the length, everything else
+# The gain by the formula must equal the measured one: $s$ and $g$ come from the same times. The limit is new: no
+# kernel gains more here. A longer text can: attention's FLOPs grow with the square of the length, everything else
 # only in proportion.
 #
 # ![Attention's share of the FLOPs against the length: half of them at 6,144 tokens for SmolLM2-135M, at 53,248 for Llama-3-8B.](../theory/figures/attention-share.png)
 #
-# This counts the pairs that a causal mask leaves. `eager` computes all of them, so its half comes at 3,072 tokens.
+# This counts the pairs that a causal mask leaves. `eager` computes all $N^2$, so its half comes at 3,072 tokens.
 # Its share of the *time* is larger still, since it also moves $S$ and $P$ through memory.
 #
 # ## 2.5 · Training, one text or eight
@@ -556,8 +556,8 @@ masks = masks.rename(columns={"median_ms": "time, ms"})
 masks.pivot(index="backend", columns="model", values=["GFLOPs needed", "time, ms"]).round(1)
 
 # %% [markdown]
-# A causal call needs half of the GFLOPs. Less than half of the *time* goes away: tiles on the diagonal are computed in
-# full. The textbook saves nothing: hiding takes extra time.
+# A causal call needs half of the GFLOPs. How much of the *time* goes away depends on the tiles: those on the
+# diagonal are computed in full. The textbook saves nothing: hiding takes extra time.
 #
 # What else changes the gain? Recorded in one run:
 #
@@ -692,7 +692,7 @@ print(f"in the cache: {held / 256:,.0f} bytes a token")
 
 # %% [markdown]
 # The formula contains `kv_heads`, not `heads`. Grouped heads (*grouped-query attention*) make SmolLM2's cache a third as large.
-# Long texts need it:
+# Long texts need sharing:
 #
 # ![Size of Llama-3-8B's KV cache against the number of tokens: it outgrows the model, and sharing divides it.](../theory/figures/kv-cache.png)
 #
@@ -735,7 +735,7 @@ serving.round(1)
 
 
 # %% [markdown]
-# At this length, a decode step gains nothing from FlashAttention, or loses. Its scores are one *row* per head, so there
+# With one request, a decode step gains nothing from FlashAttention here. Its scores are one *row* per head, so there
 # is no N × N to avoid. With either attention it reads all weights and the whole cache, and a small model waits even
 # longer for Python, which starts hundreds of small operations.
 #
@@ -1034,7 +1034,7 @@ FlashAttentionConfig()
 #
 # ## What you measured
 #
-# - Exchanging a model's attention changes its logits, gradients and texts by rounding only.
+# - Exchanging a model's attention changes its logits and gradients by rounding only.
 # - `use_flash_attn=True` has no effect; only a record of what ran proves something.
 # - Long texts gain time and memory, in reading and training. Amdahl's law says how much.
 # - In decoding, queries are the *last* tokens: align the mask at the bottom right.
