@@ -48,8 +48,6 @@ After a hidden block the next one is compared with 0, which is wrong when its sc
 Subtract 0 while m is -inf, but go on with m = -inf.
     m = m_new -> m = shift
     return m, -> return m.masked_fill(l == 0, -torch.inf),
-m is not updated: at the end of each block, m = m_new.
-    m = m_new -> pass
 m starts at 0, which is wrong when all scores are negative: start at -inf.
     -torch.inf, dtype -> 0.0, dtype
 The last, shorter block is left out.
@@ -66,6 +64,8 @@ while m is -inf.
     m_new.masked_fill(m_new == -torch.inf, 0.0) -> m_new
 The old l is dropped: add the block's sum to it, after you have rescaled it.
     l * (m - shift).exp() + ->
+m is not updated: at the end of each block, m = m_new.
+    m = m_new -> pass
 The block's sum is rescaled too: only the old l is multiplied by exp(m - m_new).
     l * (m - shift).exp() + (block - shift[..., None]).exp().sum(-1) -> (l + (block - shift[..., None]).exp().sum(-1)) * (m - shift).exp()
 It is the log-sum-exp, m + log(l); return l itself.
