@@ -120,6 +120,12 @@ def test_mistakes_in_the_kernel_itself_are_named(said, edit, kernels):
     assert said in diagnosis(FLASH, kernels(*edit).flash_kernel)
 
 
+def test_only_tiles_that_are_loaded_are_said_to_be_loaded(kernels):
+    edit = ("return m_new, l", "return l, m_new")  # gives NaN too
+    said = diagnosis(checks.check_triton_flash_skips, kernels(*edit).flash_kernel)
+    assert said.startswith("out is wrong")
+
+
 def test_a_store_without_a_mask_is_noticed(kernels):
     edit = ("rows, lse, mask=rows < n_q)", "rows, lse)")
     assert "wrote beyond the end" in diagnosis(FLASH, kernels(*edit).flash_kernel)
