@@ -250,8 +250,8 @@ def reach(axes):
     return (
         f"The same model, the same 16 GiB: from {longest[0]:,} tokens to {longest[-1]:,}",
         "The longest sequence tried that trained: GPT-2 small's shape with RoPE, batch 1. Each row "
-        "adds a remedy.\nMeasured on an H200 with a limited allocator (the 16-bit stream: on an H100); "
-        "data/runs/context-16gib-….",
+        "adds a remedy.\nMeasured on an H200 with a limited allocator (the 16-bit stream: on an "
+        "H100); data/runs/context-16gib-….",
     )
 
 
