@@ -153,7 +153,8 @@ TWO = [
 @pytest.mark.parametrize(
     ("check", "student", "said"), TWO, ids=lambda x: getattr(x, "__name__", "")
 )
-def test_two_mistakes_at_once_are_named(check, student, said):
+def test_two_mistakes_at_once_are_named(check, student, said, monkeypatch):
+    monkeypatch.setattr(verdict, "SECONDS", 60.0)  # here a slow machine is no reason to give up
     found = diagnosis(check, student)
     assert "There may be two mistakes: " in found
     assert all(one in found for one in said)
