@@ -10,6 +10,7 @@ import pytest
 from grader.grade.plan import MAY_USE_FUSED
 from grader.remote.evaluate import evaluate_check, seeded
 from grader.remote.watch import TAKES
+from labsupport import checks
 from labsupport.checks.verdict import mistakes
 from tests.grader.remote.kernels import IMPORTS, cells, students
 
@@ -23,6 +24,19 @@ WRONG = [
     (*re.fullmatch(r"(\S+) (\S+): (.*)", one.say).groups(), one.edit)
     for one in mistakes(Path(__file__).with_name("wrong.txt").read_text())
 ]
+
+
+def test_memory_is_measured_where_the_students_code_is():
+    """In the grader's own process a check would see the memory of the grader."""
+    found = 0
+    for path in Path(checks.__file__).parent.glob("ex_*.py"):
+        text = path.read_text(encoding="utf-8")
+        for function in ast.parse(text).body:
+            source = ast.unparse(function)
+            if isinstance(function, ast.FunctionDef) and "measure_peak_memory(" in source:
+                assert f"within({function.name}, " in text, (path.name, function.name)
+                found += 1
+    assert found
 
 
 @pytest.mark.slow
