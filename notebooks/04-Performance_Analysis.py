@@ -18,7 +18,7 @@
 # - find with a profiler where the time of a call goes;
 # - write a FlashAttention kernel in Triton, and run a language model on it;
 # - count FLOPs and bytes, and name what bounds a case;
-# - predict a time, and test the prediction;
+# - say how well two numbers predict a time, and which rows test that;
 # - choose an implementation, with reasons.
 #
 # **Time**: about 150 minutes (estimated), of which the exercises take 91. A good place to pause: after 4.2.
